@@ -1,0 +1,60 @@
+"""asyncengine: an LLM inference engine in which host-side Python never stalls the GPU.
+
+The public names load when first used, so that `import asyncengine` (which every sidecar and every command does) costs
+next to nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncengine.config import EngineConfig
+    from asyncengine.engine import AsyncEngine, EngineInfo, Health
+    from asyncengine.errors import (
+        EngineDeadError,
+        EngineError,
+        InvalidRequestError,
+        OverloadedError,
+        StartupError,
+    )
+    from asyncengine.sampling import SamplingParams
+    from asyncengine.streams import ChatPrompt, Delta
+
+__all__ = [
+    "AsyncEngine",
+    "ChatPrompt",
+    "Delta",
+    "EngineConfig",
+    "EngineDeadError",
+    "EngineError",
+    "EngineInfo",
+    "Health",
+    "InvalidRequestError",
+    "OverloadedError",
+    "SamplingParams",
+    "StartupError",
+]
+
+_HOME = {
+    "AsyncEngine": "engine",
+    "ChatPrompt": "streams",
+    "Delta": "streams",
+    "EngineConfig": "config",
+    "EngineInfo": "engine",
+    "Health": "engine",
+    "SamplingParams": "sampling",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'asyncengine' has no attribute {name!r}")
+    value = getattr(import_module(f"asyncengine.{_HOME.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,51 @@
+"""The HTTP server of one process: made of one engine, started on one address."""
+
+from __future__ import annotations
+
+import errno
+
+from aiohttp import web
+
+from asyncengine.api.backend import Backend
+from asyncengine.api.errors import errors_as_json
+from asyncengine.api.routes import Routes
+from asyncengine.errors import StartupError
+
+MIN_BODY_BYTES = 4 * 1024 * 1024
+BODY_BYTES_PER_TOKEN = 16
+"""A token id and its comma take at most 12 bytes of JSON, a token's text rarely more than 8."""
+BACKLOG = 2048
+SHUTDOWN_SECONDS = 2.0
+"""How long `cleanup` waits for handlers, which end at once when the engine has been closed before."""
+
+
+def make_app(backend: Backend) -> web.Application:
+    """The application; see `run_app` for how it must be run."""
+    max_body = max(MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN * backend.info.max_model_len)
+    app = web.Application(middlewares=[errors_as_json], client_max_size=max_body)
+    Routes(backend).add_to(app)
+    return app
+
+
+async def run_app(backend: Backend, host: str, port: int) -> web.AppRunner:
+    """Serve `backend` until the runner's `cleanup` is awaited. Port 0 takes a free one; `bound_port` tells which.
+
+    Raises `StartupError` when the address cannot be had.
+    """
+    # without handler_cancellation a client that is gone would go unnoticed until the next write
+    runner = web.AppRunner(
+        make_app(backend), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_SECONDS
+    )
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
+    except OSError as error:
+        await runner.cleanup()
+        reason = "the port is already in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+        raise StartupError(f"cannot listen on {host}:{port}: {reason}") from error
+    return runner
+
+
+def bound_port(runner: web.AppRunner) -> int:
+    """The port that a started runner listens on."""
+    return int(runner.addresses[0][1])

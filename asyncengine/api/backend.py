@@ -1,0 +1,26 @@
+"""What the HTTP front end needs of an engine: `AsyncEngine` has it, and so does a test's stand-in."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from asyncengine.engine import EngineInfo, Health
+from asyncengine.sampling import SamplingParams
+from asyncengine.streams import ChatPrompt, Delta
+
+Prompt = str | Sequence[int] | ChatPrompt
+
+
+class Backend(Protocol):
+    """See `AsyncEngine` for what each member promises."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def health(self) -> Health: ...
+
+    def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, namespace: str = ""
+    ) -> AsyncIterator[Delta]: ...

@@ -1,0 +1,84 @@
+"""Every failure leaves the server in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from aiohttp import web
+
+from asyncengine.errors import EngineError, InvalidRequestError
+
+logger = logging.getLogger(__name__)
+
+INTERNAL_ERROR = EngineError("the server failed to handle this request", code="internal_error")
+"""What a caller learns of a fault that is ours; the log has the rest."""
+
+
+class NotFoundError(InvalidRequestError):
+    """The model or route that was asked for does not exist here."""
+
+    status = 404
+
+
+class _ErrorBody(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class _ErrorEnvelope(msgspec.Struct, frozen=True):
+    error: _ErrorBody
+
+
+def error_json(error: EngineError) -> bytes:
+    """The error object, as a response body or as the data of an event."""
+    return msgspec.json.encode(_ErrorEnvelope(_ErrorBody(error.message, error.type, error.param, error.code)))
+
+
+def error_response(error: EngineError) -> web.Response:
+    return web.Response(body=error_json(error), status=error.status, content_type="application/json")
+
+
+@web.middleware
+async def errors_as_json(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Turn whatever a handler, the router or the body reader raises into an error response."""
+    try:
+        return await handler(request)
+    except EngineError as error:
+        return error_response(error)
+    except web.HTTPException as error:
+        return _http_error_response(request, error)
+    except web.RequestPayloadError:
+        # where the next request begins on this connection cannot be known, and reading on would only fail again
+        request.content.feed_eof()
+        response = error_response(InvalidRequestError("the request body could not be read", code="invalid_body"))
+        response.force_close()
+        return response
+    except ConnectionError:
+        raise  # the caller is gone: nobody to answer, nothing to report
+    except Exception:  # the edge of the process: a fault must become a response, without details
+        logger.exception("%s failed", request.match_info.route.name or "request")
+        return error_response(INTERNAL_ERROR)
+
+
+def _http_error_response(request: web.Request, error: web.HTTPException) -> web.StreamResponse:
+    if error.status < 400:
+        raise error
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        message, code = f"the request body is larger than {request.client_max_size} bytes", "request_too_large"
+    elif isinstance(error, web.HTTPNotFound):
+        message, code = "no such route", "not_found"
+    elif isinstance(error, web.HTTPMethodNotAllowed):
+        message, code = f"this route allows {', '.join(sorted(error.allowed_methods))}", "method_not_allowed"
+    else:
+        message, code = error.reason, "http_error"
+    response = error_response(InvalidRequestError(message, code=code))
+    response.set_status(error.status)
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        response.headers["Allow"] = error.headers["Allow"]
+    return response

@@ -1,0 +1,87 @@
+"""One generation request, from accepted body to the last byte of its answer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+
+from aiohttp import web
+
+from asyncengine.api.backend import Backend, Prompt
+from asyncengine.api.errors import INTERNAL_ERROR, error_json
+from asyncengine.api.merge import News, merge
+from asyncengine.api.shapes import Answer, Shape
+from asyncengine.api.sse import DONE, EventStream, event
+from asyncengine.api.usage import UsageCounter
+from asyncengine.errors import EngineDeadError, EngineError
+from asyncengine.sampling import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class Generation:
+    """Runs all prompts of a request at once. The caller leaving cancels the handler, which closes the engine's streams,
+    which aborts what still runs."""
+
+    def __init__(
+        self, *, backend: Backend, prompts: Sequence[Prompt], params: SamplingParams, shape: Shape, include_usage: bool
+    ) -> None:
+        self._backend = backend
+        self._prompts = prompts
+        self._params = params
+        self._shape = shape
+        self._include_usage = include_usage
+        self._usage = UsageCounter(n=params.n)
+
+    async def respond(self, headers: Mapping[str, str]) -> web.Response:
+        """The whole answer at once. Raises `EngineError`."""
+        answers: dict[int, Answer] = {}
+        async with aclosing(self._news()) as batches:
+            async for news in batches:
+                for index, delta in news:
+                    answers.setdefault(index, Answer()).add(delta)
+        body = self._shape.response(answers, self._usage.total())
+        return web.Response(body=body, content_type="application/json", headers=headers)
+
+    async def stream(self, request: web.Request, headers: Mapping[str, str]) -> web.StreamResponse:
+        """The answer as events. Raises `EngineError` before anything is sent, and then no more: a failure after that
+        is the stream's last event. Of several prompts one may be refused when another's text is already out."""
+        out = EventStream(request, headers)
+        async with aclosing(self._news()) as batches:
+            first = await anext(batches)
+            try:
+                await out.open()
+                await self._send(out, first, batches)
+                await out.close()
+            except ConnectionError:
+                pass  # the client is gone: leaving this block is all there is to do
+        return out.response
+
+    async def _send(self, out: EventStream, first: News, rest: AsyncGenerator[News, None]) -> None:
+        try:
+            await out.send(self._chunks(first))
+            async for news in rest:
+                await out.send(self._chunks(news))
+            usage = self._shape.usage_chunk(self._usage.total()) if self._include_usage else b""
+            await out.send(usage + DONE)
+        except EngineError as error:
+            await out.send(event(error_json(error)))
+        except ConnectionError:
+            raise
+        except Exception:  # the status is sent: the stream itself must tell that it is incomplete
+            logger.exception("a stream failed")
+            await out.send(event(error_json(INTERNAL_ERROR)))
+
+    async def _news(self) -> AsyncGenerator[News, None]:
+        streams = [self._backend.generate(prompt, self._params) for prompt in self._prompts]
+        async with aclosing(merge(streams, self._params.n)) as batches:
+            async for news in batches:
+                for index, delta in news:
+                    if delta.finish_reason == "abort":
+                        raise EngineDeadError("the engine stopped before the answer was complete", code="aborted")
+                    self._usage.add(index, delta)
+                yield news
+
+    def _chunks(self, news: News) -> bytes:
+        return b"".join([self._shape.chunk(index, delta) for index, delta in news])

@@ -1,0 +1,103 @@
+"""What a request body asks the model to continue, in the form the engine takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncengine.api.schema import (
+    MAX_CHOICES,
+    MAX_PLAIN_DATA_DEPTH,
+    MAX_PROMPTS,
+    ChatRequest,
+    CompletionRequest,
+    Message,
+)
+from asyncengine.errors import InvalidRequestError
+from asyncengine.streams import ChatPrompt
+
+TEMPLATE_KWARGS = frozenset({"date_string", "enable_thinking", "preserve_thinking", "reasoning_effort", "thinking"})
+"""Variables of a chat template that a request may set. Never the template itself, nor the engine's own variables."""
+
+
+def completion_prompts(request: CompletionRequest) -> list[str | list[int]]:
+    """The prompts of a completion request, one text or list of ids each. Raises `InvalidRequestError`."""
+    given = request.prompt
+    if isinstance(given, str):
+        return [given]
+    kinds = set(map(type, given))
+    if kinds == {int}:
+        return [given]  # type: ignore[list-item]  # all are ids, as just seen
+    if kinds not in ({str}, {list}):
+        what = "must not be an empty list" if not given else "must not mix texts, token ids and lists of token ids"
+        raise InvalidRequestError(f"prompt {what}", param="prompt")
+    if len(given) > MAX_PROMPTS or len(given) * request.num_choices > MAX_CHOICES:
+        raise InvalidRequestError(
+            f"a request may have {MAX_PROMPTS} prompts, and {MAX_CHOICES} prompts times n; "
+            f"got {len(given)} prompts and n {request.num_choices}",
+            param="prompt",
+        )
+    for position, prompt in enumerate(given):
+        if prompt == []:
+            raise InvalidRequestError(f"prompt[{position}] must not be an empty list", param=f"prompt[{position}]")
+    return given  # type: ignore[return-value]  # all are texts, or all lists of ids
+
+
+def chat_prompt(request: ChatRequest) -> ChatPrompt:
+    """The conversation for the model's chat template. Raises `InvalidRequestError`."""
+    kwargs = request.chat_template_kwargs or {}
+    for name in kwargs:
+        if name not in TEMPLATE_KWARGS:
+            raise InvalidRequestError(
+                f"chat_template_kwargs may set {', '.join(sorted(TEMPLATE_KWARGS))}; got {name[:64]!r}",
+                code="unsupported_parameter",
+                param="chat_template_kwargs",
+            )
+    return ChatPrompt(
+        messages=[_template_message(message, f"messages[{i}]") for i, message in enumerate(request.messages)],
+        add_generation_prompt=request.add_generation_prompt is not False,
+        template_kwargs=dict(kwargs),
+    )
+
+
+def _template_message(message: Message, where: str) -> dict[str, object]:
+    # "developer" is the newer name of the system role; templates of open models know only the older one
+    role = "system" if message.role == "developer" else message.role
+    turn: dict[str, object] = {"role": role, "content": _text(message, where)}
+    if message.tool_calls is not None:
+        _check_depth(message.tool_calls, MAX_PLAIN_DATA_DEPTH, f"{where}.tool_calls")
+    for name in ("name", "reasoning_content", "tool_calls", "tool_call_id"):
+        value = getattr(message, name)
+        if value is not None:
+            turn[name] = value
+    return turn
+
+
+def _text(message: Message, where: str) -> str:
+    content = message.content
+    if isinstance(content, str):
+        return content
+    if content is None and message.role == "assistant" and message.tool_calls:
+        return ""
+    if not content:
+        raise InvalidRequestError(
+            f"{where}.content must be a text or a list of at least one text part", param=f"{where}.content"
+        )
+    texts = []
+    for position, part in enumerate(content):
+        at = f"{where}.content[{position}]"
+        if part.type != "text":
+            raise InvalidRequestError(
+                f"{at}: only text parts are supported, got {part.type!r}", code="unsupported_content", param=at
+            )
+        if part.text is None:
+            raise InvalidRequestError(f"{at}.text is required", code="missing_required_parameter", param=f"{at}.text")
+        texts.append(part.text)
+    return "\n".join(texts)
+
+
+def _check_depth(value: Any, levels: int, where: str) -> None:
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if children and levels == 0:
+        raise InvalidRequestError(f"{where} is nested deeper than {MAX_PLAIN_DATA_DEPTH} levels", param=where)
+    for child in children:
+        _check_depth(child, levels - 1, where)

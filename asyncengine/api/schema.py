@@ -1,0 +1,168 @@
+"""OpenAI's request bodies as types that bound every number, string, list and depth before anything is queued."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from asyncengine.api.json_body import decode_body
+from asyncengine.api.unsupported import NO_EFFECT_IN_CHAT, NO_EFFECT_IN_COMPLETIONS, ignored_fields
+from asyncengine.errors import InvalidRequestError
+from asyncengine.sampling import (
+    INT32_MAX,
+    MAX_N,
+    MAX_STOP_STRING_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
+
+MAX_PROMPTS = 256
+MAX_CHOICES = 1024
+"""Prompts times `n` in one request."""
+MAX_MESSAGES = 4096
+MAX_TOOL_CALLS = 128
+MAX_PLAIN_DATA_DEPTH = 32
+DEFAULT_COMPLETION_TOKENS = 16
+
+TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
+TokenCount = Annotated[int, Meta(ge=1, le=INT32_MAX)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Name = Annotated[str, Meta(max_length=512)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
+ToolCalls = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOL_CALLS)]
+TemplateValue = bool | Annotated[str, Meta(max_length=64)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """include_usage: one more event at the end, with the whole request's usage. continuous_usage_stats: every event
+    carries the usage of its own choice so far."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What both endpoints have in common. null means the default everywhere.
+
+    return_token_ids: each choice also carries its new `token_ids`.
+    """
+
+    model: Name | None = None
+    max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Fraction | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None = None
+    min_p: Fraction | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    priority: Annotated[int, Meta(ge=-INT32_MAX, le=INT32_MAX)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    user: Name | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """`n`: choices per prompt."""
+        return 1 if self.n is None else self.n
+
+    def sampling_params(self) -> SamplingParams:
+        """Raises `InvalidRequestError` where fields contradict each other."""
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return SamplingParams(
+            n=self.num_choices,
+            max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+            min_tokens=self.min_tokens or 0,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=self.top_k or 0,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            min_p=self.min_p or 0.0,
+            seed=self.seed,
+            stop=stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            skip_special_tokens=self.skip_special_tokens is not False,
+            include_stop_str_in_output=bool(self.include_stop_str_in_output),
+            priority=self.priority or 0,
+        )
+
+
+class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
+    """Body of /v1/completions. `max_tokens` null, other than missing, means up to the model's context length."""
+
+    prompt: str | list[str | TokenId | list[TokenId]]
+    max_tokens: TokenCount | None = DEFAULT_COMPLETION_TOKENS
+
+
+class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
+    """One part of a message's content; only parts of type "text" are understood."""
+
+    type: Annotated[str, Meta(max_length=64)]
+    text: str | None = None
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One turn of a conversation. `tool_calls` and the like are plain data for the model's chat template."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_MESSAGES)] | None = None
+    name: Name | None = None
+    reasoning_content: str | None = None
+    tool_calls: ToolCalls | None = None
+    tool_call_id: Name | None = None
+    audio: None = None
+    function_call: None = None
+
+
+class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
+    """Body of /v1/chat/completions. Without `max_tokens` an answer may fill the model's context."""
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, TemplateValue], Meta(max_length=16)] | None = None
+
+
+R = TypeVar("R", bound=GenerationRequest)
+
+
+class Parsed(msgspec.Struct, Generic[R], frozen=True):
+    """A request, and the names of its fields that this server does not know."""
+
+    request: R
+    ignored: list[str]
+
+
+_COMPLETION = msgspec.json.Decoder(CompletionRequest)
+_CHAT = msgspec.json.Decoder(ChatRequest)
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def parse_completion(body: bytes) -> Parsed[CompletionRequest]:
+    """Raises `InvalidRequestError`."""
+    request = decode_body(body, _COMPLETION)
+    _check_stream_options(request)
+    given = decode_body(body, _FIELDS)
+    return Parsed(request, ignored_fields(given, CompletionRequest.__struct_fields__, NO_EFFECT_IN_COMPLETIONS))
+
+
+def parse_chat(body: bytes) -> Parsed[ChatRequest]:
+    """Raises `InvalidRequestError`."""
+    request = decode_body(body, _CHAT)
+    _check_stream_options(request)
+    given = decode_body(body, _FIELDS)
+    return Parsed(request, ignored_fields(given, ChatRequest.__struct_fields__, NO_EFFECT_IN_CHAT))
+
+
+def _check_stream_options(request: GenerationRequest) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequestError("stream_options is only allowed when stream is true", param="stream_options")

@@ -1,0 +1,183 @@
+"""OpenAI's JSON for the answers of both endpoints, whole and in chunks."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from asyncengine.api.sse import event
+from asyncengine.api.usage import Usage, usage_of
+from asyncengine.streams import Delta
+
+encode = msgspec.json.encode
+
+
+class Answer:
+    """One choice's whole answer, gathered from its deltas."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+
+    def add(self, delta: Delta) -> None:
+        self._texts.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+
+class ChoiceJson(msgspec.Struct, frozen=True, kw_only=True):
+    """What a choice of either endpoint has. `stop_reason` and `token_ids` are no part of OpenAI's schema: the first is
+    there when a stop token or string of the request ended the choice, the second when asked for."""
+
+    index: int
+    logprobs: None = None
+    finish_reason: str | None
+    stop_reason: int | str | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionChoiceJson(ChoiceJson, frozen=True, kw_only=True):
+    text: str
+
+
+class AssistantMessageJson(msgspec.Struct, frozen=True, kw_only=True):
+    role: str = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoiceJson(ChoiceJson, frozen=True, kw_only=True):
+    message: AssistantMessageJson
+
+
+class ResponseJson(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChoiceJson]
+    usage: Usage
+
+
+class Shape(ABC):
+    """Writes one response. What its chunks have in common is encoded once.
+
+    token_ids: choices carry their token ids. include_usage: a last chunk with the total usage is promised, so the
+    others say null. continuous_usage: every chunk with news carries its choice's usage so far.
+    """
+
+    id_prefix: ClassVar[str]
+    object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def __init__(self, model: str, *, token_ids: bool, include_usage: bool, continuous_usage: bool) -> None:
+        self._id = f"{self.id_prefix}-{secrets.token_hex(12)}"
+        self._created = int(time.time())
+        self._model = model
+        self._token_ids = token_ids
+        self._continuous_usage = continuous_usage
+        head = {"id": self._id, "object": self.chunk_object, "created": self._created, "model": model}
+        self._head = encode(head)[:-1] + b',"choices":['
+        self._tail = b',"usage":null}' if include_usage else b"}"
+
+    @abstractmethod
+    def chunk(self, index: int, delta: Delta) -> bytes:
+        """Events for a delta of choice `index`; none (b"") for one without news."""
+
+    @abstractmethod
+    def _choice(self, index: int, answer: Answer) -> ChoiceJson: ...
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        """The event after the last choice has finished."""
+        return event(self._head + b'],"usage":' + encode(usage) + b"}")
+
+    def response(self, answers: Mapping[int, Answer], usage: Usage) -> bytes:
+        """The whole response, of choice index -> answer."""
+        choices = [self._choice(index, answers[index]) for index in sorted(answers)]
+        response = ResponseJson(
+            id=self._id, object=self.object, created=self._created, model=self._model, choices=choices, usage=usage
+        )
+        return encode(response)
+
+    def _has_news(self, delta: Delta) -> bool:
+        if delta.text or delta.finish_reason is not None:
+            return True
+        return bool(delta.token_ids) and (self._token_ids or self._continuous_usage)
+
+    def _event(self, index: int, content: bytes, delta: Delta) -> bytes:
+        """content: the JSON members that hold the choice's text."""
+        finish = b"null" if delta.finish_reason is None else b'"%b"' % delta.finish_reason.encode()
+        parts = [self._head, b'{"index":%d,' % index, content, b',"logprobs":null,"finish_reason":', finish]
+        if delta.stop_reason is not None:
+            parts += (b',"stop_reason":', encode(delta.stop_reason))
+        if self._token_ids:
+            parts += (b',"token_ids":', encode(delta.token_ids))
+        if self._continuous_usage:
+            parts += (b'}],"usage":', encode(usage_of(delta)), b"}")
+        else:
+            parts += (b"}]", self._tail)
+        return event(b"".join(parts))
+
+    def _ids(self, answer: Answer) -> list[int] | UnsetType:
+        return answer.token_ids if self._token_ids else UNSET
+
+
+class CompletionShape(Shape):
+    id_prefix = "cmpl"
+    object = chunk_object = "text_completion"
+
+    def chunk(self, index: int, delta: Delta) -> bytes:
+        return self._event(index, b'"text":' + encode(delta.text), delta) if self._has_news(delta) else b""
+
+    def _choice(self, index: int, answer: Answer) -> ChoiceJson:
+        return CompletionChoiceJson(
+            index=index,
+            text=answer.text,
+            finish_reason=answer.finish_reason,
+            stop_reason=UNSET if answer.stop_reason is None else answer.stop_reason,
+            token_ids=self._ids(answer),
+        )
+
+
+class ChatShape(Shape):
+    """A choice's first chunk names its role and nothing else, as OpenAI's does."""
+
+    id_prefix = "chatcmpl"
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    _ROLE = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
+
+    def __init__(self, model: str, *, token_ids: bool, include_usage: bool, continuous_usage: bool) -> None:
+        super().__init__(model, token_ids=token_ids, include_usage=include_usage, continuous_usage=continuous_usage)
+        self._begun: set[int] = set()
+
+    def chunk(self, index: int, delta: Delta) -> bytes:
+        role = b""
+        if index not in self._begun:
+            self._begun.add(index)
+            role = event(self._head + b'{"index":%d,' % index + self._ROLE + self._tail)
+        if not self._has_news(delta):
+            return role
+        content = b'"delta":{"content":' + encode(delta.text) + b"}" if delta.text else b'"delta":{}'
+        return role + self._event(index, content, delta)
+
+    def _choice(self, index: int, answer: Answer) -> ChoiceJson:
+        return ChatChoiceJson(
+            index=index,
+            message=AssistantMessageJson(content=answer.text),
+            finish_reason=answer.finish_reason,
+            stop_reason=UNSET if answer.stop_reason is None else answer.stop_reason,
+            token_ids=self._ids(answer),
+        )

@@ -1,0 +1,90 @@
+"""Fields that clients of OpenAI-compatible servers know and this one does not act on.
+
+One that is given a value which changes nothing is accepted. With any other value it is refused: an answer that
+silently ignores it would be wrong. Fields that appear neither here nor in the schema are ignored and reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from asyncengine.errors import InvalidRequestError
+
+MAX_NO_EFFECT_BYTES = 64
+"""No value of the tables below is longer; a longer one is not even decoded."""
+
+_BOTH: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "frequency_penalty": (0,),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+NO_EFFECT_IN_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
+    **_BOTH,
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "prompt_embeds": (),
+    "suffix": ("",),
+}
+NO_EFFECT_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
+    **_BOTH,
+    "audio": (),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "reasoning_effort": (),
+    "store": (False,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""Field -> its values, besides null, that change nothing."""
+
+
+def ignored_fields(
+    given: Mapping[str, msgspec.Raw], supported: Iterable[str], no_effect: Mapping[str, tuple[Any, ...]]
+) -> list[str]:
+    """Names in `given` that are unknown here. Raises `InvalidRequestError` for a known one that would matter."""
+    ignored = []
+    for name in given.keys() - supported:
+        if name not in no_effect:
+            ignored.append(name)
+        elif not _changes_nothing(given[name], no_effect[name]):
+            raise InvalidRequestError(
+                f"{name} is not supported by this server", code="unsupported_parameter", param=name
+            )
+    return sorted(ignored)
+
+
+def _changes_nothing(raw: msgspec.Raw, values: tuple[Any, ...]) -> bool:
+    if len(memoryview(raw)) > MAX_NO_EFFECT_BYTES:
+        return False
+    value = msgspec.json.decode(raw)
+    if value is None:
+        return True
+    # JSON's true is not its 1, though Python's is
+    return any(value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in values)

@@ -1,0 +1,222 @@
+"""The `asyncengine` command. Heavy imports happen inside the commands, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import shlex
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+from asyncengine.config import Device, DType, EngineConfig, SchedulingPolicy
+from asyncengine.errors import StartupError
+
+if TYPE_CHECKING:
+    import tqdm
+
+LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
+INTERRUPTED_EXIT_CODE = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code. A start that fails is one line on stderr and code 1."""
+    args = build_parser().parse_args(argv)
+    try:
+        code: int = args.command(args)
+    except StartupError as error:
+        print(f"asyncengine: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED_EXIT_CODE
+    return code
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="asyncengine", description="An LLM inference engine.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    serve = commands.add_parser("serve", help="serve a model over an OpenAI-compatible HTTP API")
+    serve.set_defaults(command=serve_command)
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    serve.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
+    add_engine_options(serve)
+
+    chat = commands.add_parser("chat", help="talk to a model in the terminal")
+    chat.set_defaults(command=chat_command)
+    chat.add_argument("--url", help="talk to this OpenAI-compatible server instead of starting an engine")
+    chat.add_argument("--system", help="system message")
+    chat.add_argument("--temperature", type=float, default=0.7, help="0 = greedy (default: %(default)s)")
+    chat.add_argument("--max-tokens", type=int, help="longest answer in tokens (default: what the context holds)")
+    add_engine_options(chat)
+    return parser
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """One option per field of `EngineConfig`, under the names people know."""
+    default = EngineConfig()
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default=default.model,
+        metavar="MODEL",
+        help="a folder with config.json and safetensors, a .gguf file, or a Hugging Face id (default: the embedded "
+        "SmolLM2-135M-Instruct)",
+    )
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--device", choices=get_args(Device), default=default.device)
+    engine.add_argument("--dtype", choices=get_args(DType), default=default.dtype)
+    engine.add_argument("--max-model-len", type=int, help="context length in tokens (default: the model's own)")
+    engine.add_argument("--max-num-seqs", type=int, default=default.max_num_seqs, help="requests running at once")
+    engine.add_argument(
+        "--max-num-batched-tokens", type=int, default=default.max_num_batched_tokens, help="tokens computed in one step"
+    )
+    engine.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=default.gpu_memory_utilization,
+        help="share of GPU memory to use",
+    )
+    engine.add_argument("--kv-cache-tokens", type=int, help="KV cache size in tokens (default: from memory)")
+    engine.add_argument(
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=default.enable_prefix_caching
+    )
+    engine.add_argument("--served-model-name", help="name clients call the model by")
+    engine.add_argument("--scheduling-policy", choices=get_args(SchedulingPolicy), default=default.scheduling_policy)
+    engine.add_argument("--chat-template", type=Path, metavar="FILE", help="a Jinja file to use instead of the model's")
+    engine.add_argument("--tokenizer-workers", type=int, default=default.tokenizer_workers)
+    engine.add_argument("--detokenizer-workers", type=int, default=default.detokenizer_workers)
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The configuration the options describe; raises `StartupError`."""
+    options = {name: getattr(args, name) for name in EngineConfig.__struct_fields__}
+    if args.chat_template is not None:
+        try:
+            options["chat_template"] = args.chat_template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise StartupError(f"cannot read the chat template {args.chat_template}: {error}") from None
+    return EngineConfig(**options)
+
+
+def serve_command(args: argparse.Namespace) -> int:
+    if args.host not in LOOPBACK_HOSTS:
+        raise StartupError(
+            f"refusing to listen on {args.host}: there is no access control yet, so --host must be one of "
+            f"{', '.join(LOOPBACK_HOSTS)}"
+        )
+    if not 0 <= args.port <= 65535:
+        raise StartupError(f"--port must be from 0 to 65535, got {args.port}")
+    config = engine_config(args)
+    check_port_free(args.host, args.port)
+
+    import uvloop
+
+    uvloop.run(serve_until_signal(config, args.host, args.port))
+    return 0
+
+
+async def serve_until_signal(config: EngineConfig, host: str, port: int) -> None:
+    """Serve until SIGTERM or SIGINT, at whatever stage it arrives; then end requests, server and engine in order."""
+    serving = asyncio.create_task(_serve(config, host, port))
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, serving.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving
+
+
+async def _serve(config: EngineConfig, host: str, port: int) -> None:
+    from asyncengine.api.app import bound_port, run_app
+    from asyncengine.engine import AsyncEngine
+
+    with ConsoleProgress() as progress:
+        engine = await AsyncEngine.start(config, progress=progress)
+    try:
+        runner = await run_app(engine, host, port)
+        try:
+            print(ready_text(engine.info.model, host, bound_port(runner)), flush=True)
+            await asyncio.Event().wait()
+        finally:
+            await runner.cleanup()
+    finally:
+        await engine.close()
+
+
+def ready_text(model: str, host: str, port: int) -> str:
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    body = json.dumps(
+        {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}], "stream": True}
+    )
+    return (
+        f"Ready: {model} at {url}\n"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    )
+
+
+def check_port_free(host: str, port: int) -> None:
+    """Raise `StartupError` now if the port is taken, rather than after the model has been loaded."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise StartupError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
+
+
+def chat_command(args: argparse.Namespace) -> int:
+    from asyncengine.chat import Backend, Chat, ChatOptions, EngineBackend, HttpBackend
+
+    options = ChatOptions(system=args.system, temperature=args.temperature, max_tokens=args.max_tokens)
+    with ConsoleProgress() as progress:
+        backend: Backend = (
+            HttpBackend(args.url, options) if args.url else EngineBackend(engine_config(args), options, progress)
+        )
+        return Chat(backend, options).run()
+
+
+class ConsoleProgress:
+    """Start-up for a person: one line per phase with its time and, on a terminal, a bar while weights load."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm.tqdm | None = None
+
+    def __enter__(self) -> ConsoleProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close_bar()
+
+    def update(self, role: str, index: int, phase: str, done: int, total: int) -> None:
+        if not total or not sys.stderr.isatty():
+            return
+        if self._bar is None:
+            import tqdm
+
+            self._bar = tqdm.tqdm(total=total, desc=phase, unit="B", unit_scale=True, leave=False, file=sys.stderr)
+        self._bar.update(done - self._bar.n)
+
+    def phase_done(self, role: str, index: int, phase: str, seconds: float) -> None:
+        self._close_bar()
+        self._print(role, index, phase, seconds)
+
+    def ready(self, role: str, index: int, seconds: float) -> None:
+        self._print(role, index, "ready", seconds)
+
+    def _print(self, role: str, index: int, phase: str, seconds: float) -> None:
+        name = f"{role} {index}" if index else role
+        print(f"{name:<20} {phase:<32} {seconds:7.2f} s", file=sys.stderr, flush=True)
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""The one typed configuration of an engine, and the form in which a sidecar process receives it."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import msgspec
+
+from asyncengine.errors import StartupError
+
+Device = Literal["auto", "cuda", "cpu"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+SchedulingPolicy = Literal["fcfs", "priority", "shortest", "longest"]
+Role = Literal["tokenizer_proc", "gpu_runner", "detokenizer_proc"]
+
+PAGE_SIZE = 16
+"""Tokens in one KV-cache page."""
+MAX_STOP_IDS = 16
+"""Width of the device's stop-id table: a request's own stop_token_ids plus the model's end-of-sequence ids."""
+API_WORKER_SHIFT = 56
+"""A rid's top 8 bits name the API worker that minted it; the low 56 bits count."""
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How an engine runs. Construction raises `StartupError` naming the field and what is allowed.
+
+    model: a folder with config.json and safetensors, a .gguf file, a Hugging Face hub id, or "default" for the
+        embedded SmolLM2-135M-Instruct.
+    max_model_len: context length in tokens; None takes the model's own, cut to what the KV cache can hold.
+    max_num_seqs: rows that may run at once. max_num_batched_tokens: tokens computed in one step.
+    kv_cache_tokens: KV-cache size in tokens; None sizes it from memory (`gpu_memory_utilization` of the GPU, or a
+        quarter of free host memory on a CPU, at most what `max_num_seqs` full-length rows need).
+    """
+
+    model: str = "default"
+    served_model_name: str | None = None
+    device: Device = "auto"
+    dtype: DType = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    gpu_memory_utilization: float = 0.9
+    kv_cache_tokens: int | None = None
+    enable_prefix_caching: bool = True
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    chat_template: str | None = None
+    tokenizer_workers: int = 1
+    detokenizer_workers: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise StartupError("model must not be empty")
+        for name, allowed in (("device", Device), ("dtype", DType), ("scheduling_policy", SchedulingPolicy)):
+            if getattr(self, name) not in get_args(allowed):
+                raise StartupError(f"{name} must be one of {', '.join(get_args(allowed))}, got {getattr(self, name)!r}")
+        for name, low, high in (
+            ("max_model_len", 2, 2**24),
+            ("max_num_seqs", 1, 8192),
+            ("max_num_batched_tokens", 16, 2**20),
+            ("kv_cache_tokens", 1, 2**40),
+            ("tokenizer_workers", 1, 64),
+            ("detokenizer_workers", 1, 64),
+        ):
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise StartupError(f"{name} must be from {low} to {high}, got {value}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise StartupError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running row gets a token each step"
+            )
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise StartupError(
+                f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}"
+            )
+
+
+class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the supervisor hands a sidecar over its stdin: the engine's configuration and the sidecar's place in it.
+
+    model_path: the model folder or .gguf file on this machine, already resolved. run_dir: the 0700 directory that
+    holds the engine's ipc sockets. index: which of the role's workers this is.
+    """
+
+    engine: EngineConfig
+    role: Role
+    index: int
+    model_path: str
+    run_dir: str

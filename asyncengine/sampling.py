@@ -1,0 +1,85 @@
+"""What a caller may ask of one request's generation, validated where it enters the engine."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from asyncengine.errors import InvalidRequestError
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 512
+MAX_STOP_TOKEN_IDS = 8
+"""Stop ids a request may name itself; the model's own end-of-sequence ids come on top."""
+MAX_N = 16
+MAX_TOP_K = 2**31 - 1
+INT32_MAX = 2**31 - 1
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True):
+    """Parameters of one request. Construction raises `InvalidRequestError` naming the field and what is allowed.
+
+    Filters apply in the order temperature, top-k, top-p, min-p. `temperature` 0 is greedy and so is any temperature
+    too small for float32 logits to be divided by (below 1e-5). `top_k` 0 or -1 and `top_p` 1 mean "no filter".
+    `seed` None draws a fresh seed; the same seed, prompt and parameters give the same tokens whatever else is in the
+    batch on the same device. Choice `k` of `n` uses `seed + k`.
+    `max_tokens` None means "up to the model's context length". `priority`: smaller runs first.
+    """
+
+    n: int = 1
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        _int("n", self.n, 1, MAX_N)
+        if self.max_tokens is not None:
+            _int("max_tokens", self.max_tokens, 1, INT32_MAX)
+        _int("min_tokens", self.min_tokens, 0, INT32_MAX)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", param="min_tokens"
+            )
+        _float("temperature", self.temperature, 0.0, 2.0)
+        _int("top_k", self.top_k, -1, INT32_MAX)
+        _float("top_p", self.top_p, 0.0, 1.0)
+        _float("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _int("seed", self.seed, -(2**63), 2**63 - 1)
+        _int("priority", self.priority, -INT32_MAX, INT32_MAX)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequestError(f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}", param="stop")
+        for text in self.stop:
+            if not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
+                raise InvalidRequestError(
+                    f"a stop string must have 1 to {MAX_STOP_STRING_CHARS} characters, got {len(text)}", param="stop"
+                )
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequestError(
+                f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids, got {len(self.stop_token_ids)}", param="stop_token_ids"
+            )
+        for token in self.stop_token_ids:
+            _int("stop_token_ids", token, 0, INT32_MAX)
+
+
+def _int(name: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidRequestError(f"{name} must be an integer from {low} to {high}, got {value!r}", param=name)
+
+
+def _float(name: str, value: float, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise InvalidRequestError(f"{name} must be a finite number, got {value!r}", param=name)
+    if not low <= value <= high:
+        raise InvalidRequestError(f"{name} must be from {low:g} to {high:g}, got {value!r}", param=name)

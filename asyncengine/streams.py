@@ -1,0 +1,165 @@
+"""What a caller receives: deltas, and the stream that merges them while the caller is busy elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from asyncengine.errors import EngineError
+from asyncengine.wire.messages import Finish
+
+FINISH_REASONS = {
+    Finish.STOP: "stop",
+    Finish.STOP_STRING: "stop",
+    Finish.LENGTH: "length",
+    Finish.ABORT: "abort",
+}
+
+
+class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A conversation for the model's chat template: messages are {"role": ..., "content": ...} objects."""
+
+    messages: list[dict[str, object]]
+    add_generation_prompt: bool = True
+    template_kwargs: dict[str, object] = {}
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """News of one choice of a request. `text` and `token_ids` hold only what is new; the counts are totals.
+
+    finish_reason: None while the choice runs, then exactly once "stop", "length" or "abort".
+    stop_reason: the stop token id or stop string that ended it, None for any other end.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class _Choice:
+    """One choice's news since the caller last looked, and its total so far."""
+
+    __slots__ = ("cached_tokens", "completion_tokens", "finish", "ids", "prompt_tokens", "stop_reason", "text")
+
+    def __init__(self) -> None:
+        self.text = bytearray()  # UTF-8; every delta ends on a character border, so any concatenation decodes
+        self.ids = bytearray()  # int32 array
+        self.finish = 0
+        self.stop_reason = -1
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.completion_tokens = 0
+
+
+class RequestStream:
+    """The receiving end of one request: at most one pending delta per choice, however far behind its caller is.
+
+        event loop     feed(0,"a")   feed(0,"b")   feed(0,"c")               feed(0,"d")
+        caller      next() -> "a" | busy ................... | next() -> "bc" | next() sleeps -> "d"
+
+    One caller at a time may wait in `next`. Everything runs in one event loop.
+    """
+
+    __slots__ = ("_choices", "_error", "_pending", "_stop", "_stop_token_ids", "_unfinished", "_waiter", "rid")
+
+    def __init__(self, rid: int, *, n: int, stop: tuple[str, ...], stop_token_ids: tuple[int, ...]) -> None:
+        self.rid = rid
+        self._stop = stop
+        self._stop_token_ids = stop_token_ids
+        self._choices = [_Choice() for _ in range(n)]
+        self._pending: dict[int, None] = {}  # choices with news, oldest news first
+        self._unfinished = set(range(n))
+        self._error: EngineError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def n(self) -> int:
+        return len(self._choices)
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Choices that still run as far as this process has heard."""
+        return sorted(self._unfinished)
+
+    def feed(
+        self,
+        index: int,
+        text: memoryview,
+        ids: memoryview,
+        *,
+        finish: int,
+        stop_reason: int,
+        prompt_tokens: int,
+        cached_tokens: int,
+    ) -> None:
+        """Add news of choice `index`: `text` in UTF-8, `ids` an int32 array as bytes, the rest as in `Deltas`."""
+        if index not in self._unfinished:
+            return
+        choice = self._choices[index]
+        choice.text += text
+        choice.ids += ids
+        choice.completion_tokens += len(ids) // 4
+        choice.prompt_tokens = prompt_tokens
+        choice.cached_tokens = cached_tokens
+        if finish:
+            choice.finish = finish
+            choice.stop_reason = stop_reason
+            self._unfinished.discard(index)
+        self._pending[index] = None
+        self._wake()
+
+    def fail(self, error: EngineError, *, gone: int | None = None) -> None:
+        """End the stream with `error` once pending news has been taken; choice `gone` is known to run no longer."""
+        if gone is not None:
+            self._unfinished.discard(gone)
+        if self._error is None:
+            self._error = error
+            self._wake()
+
+    async def next(self) -> Delta | None:
+        """The oldest news of a choice, waiting for some; None when all have ended. Raises what `fail` was given."""
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            if not self._unfinished:
+                return None
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        index = next(iter(self._pending))
+        del self._pending[index]
+        return self._take(index)
+
+    def _take(self, index: int) -> Delta:
+        choice = self._choices[index]
+        text, ids = choice.text, choice.ids
+        choice.text, choice.ids = bytearray(), bytearray()
+        return Delta(
+            index=index,
+            text=text.decode("utf-8", "replace"),
+            token_ids=memoryview(ids).cast("i").tolist(),
+            prompt_tokens=choice.prompt_tokens,
+            cached_tokens=choice.cached_tokens,
+            completion_tokens=choice.completion_tokens,
+            finish_reason=FINISH_REASONS[Finish(choice.finish)] if choice.finish else None,
+            stop_reason=self._stop_reason(choice),
+        )
+
+    def _stop_reason(self, choice: _Choice) -> int | str | None:
+        if choice.finish == Finish.STOP_STRING:
+            return self._stop[choice.stop_reason]
+        if choice.finish == Finish.STOP and choice.stop_reason in self._stop_token_ids:
+            return choice.stop_reason
+        return None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

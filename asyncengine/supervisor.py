@@ -1,0 +1,349 @@
+"""Starts, watches and stops the sidecar processes, and tells the engine when one of them is lost.
+
+    starting   spawn all -> hand each its configuration -> Progress... -> Ready from every one
+    serving    Heartbeats; a child's end or Fatal -> on_failure(sentence), once
+    closing    SIGTERM, up to STOP_SECONDS, SIGKILL; sockets closed; run directory removed
+
+A child dies with its parent because its death signal is tied to the thread that forked it (the event loop's) and
+because only this process holds the other end of its stdin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Protocol
+
+from asyncengine.config import EngineConfig, Role, SidecarConfig
+from asyncengine.errors import StartupError
+from asyncengine.model_files import ResolvedModel, resolve_model
+from asyncengine.wire.messages import Fatal, Heartbeat, Progress, Ready, ToSupervisor
+from asyncengine.wire.pipes import Pipes, Receiver, make_run_dir
+from asyncengine.wire.sidecar import write_config
+
+STOP_SECONDS = 5.0
+FATAL_GRACE_SECONDS = 0.3
+"""How long after a child's exit its last words may still be on their way."""
+STALL_SECONDS = 4.0
+CPU_STEP_STALL_SECONDS = 60.0
+"""gpu_runner on a CPU computes a whole step between two heartbeats."""
+DRAIN_LIMIT = 256
+
+ENVIRONMENT_NAMES = frozenset(
+    {"PATH", "HOME", "USER", "LANG", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_NUM_THREADS"}
+)
+ENVIRONMENT_PREFIXES = ("LC_", "PYTHON", "CUDA_", "NVIDIA_", "NCCL_", "TORCH", "PYTORCH_", "TRITON_", "ASYNCENGINE_")
+
+
+class StartupProgress(Protocol):
+    """Hears how start-up goes; called in the event loop."""
+
+    def update(self, role: str, index: int, phase: str, done: int, total: int) -> None:
+        """`phase` of a sidecar is at `done` of `total` units (bytes while weights load; 0 = no measure)."""
+
+    def phase_done(self, role: str, index: int, phase: str, seconds: float) -> None:
+        """A phase of a sidecar has ended after `seconds`."""
+
+    def ready(self, role: str, index: int, seconds: float) -> None:
+        """A sidecar serves, `seconds` after its process began."""
+
+
+@dataclass(eq=False)
+class Child:
+    """One sidecar process. `heard`: when its last message was read; `phase`: what its start-up is busy with."""
+
+    role: Role
+    index: int
+    count: int
+    process: subprocess.Popen[bytes]
+    pidfd: int
+    started: float
+    heard: float
+    phase_started: float
+    phase: str = "start process"
+    ready: Ready | None = None
+    gauges: dict[str, int] = field(default_factory=dict)
+    last_words: str | None = None
+    exited: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def name(self) -> str:
+        return self.role if self.count == 1 else f"{self.role} {self.index}"
+
+    @property
+    def stdin(self) -> IO[bytes]:
+        assert self.process.stdin is not None
+        return self.process.stdin
+
+
+class Supervisor:
+    """Owner of the sidecars, the run directory and this process's pipes. Lives in one event loop.
+
+    `modules` names the module run for a role where it is not the role's own package. `on_failure` is called once, with
+    a sentence, when a process is lost after start-up.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        on_failure: Callable[[str], None],
+        progress: StartupProgress | None = None,
+        modules: Mapping[Role, str] | None = None,
+    ) -> None:
+        self._config = config
+        self._on_failure = on_failure
+        self._progress = progress
+        self._modules = dict(modules or {})
+        self._children: dict[tuple[str, int], Child] = {}
+        self._run_dir: Path | None = None
+        self._pipes: Pipes | None = None
+        self._receiver: Receiver | None = None
+        self._fd = -1
+        self._watchers: list[asyncio.Task[None]] = []
+        self._outcome: asyncio.Future[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._failed = False
+
+    @property
+    def pipes(self) -> Pipes:
+        """The engine's pipes, from `prepare` until `close`."""
+        assert self._pipes is not None
+        return self._pipes
+
+    async def prepare(self) -> ResolvedModel:
+        """Find the model and open the run directory; raises `StartupError`. `close` undoes it."""
+        started = time.monotonic()
+        model = await asyncio.to_thread(resolve_model, self._config.model)
+        if self._progress:
+            self._progress.phase_done("engine", 0, "find model", time.monotonic() - started)
+        self._check_open()
+        try:
+            self._run_dir = make_run_dir()
+        except OSError as error:
+            raise StartupError(f"cannot make a directory for the engine's sockets: {error}") from error
+        self._pipes = Pipes(self._run_dir)
+        self._receiver = self._pipes.receiver("supervisor", ToSupervisor)
+        self._fd = self._receiver.fd
+        asyncio.get_running_loop().add_reader(self._fd, self._read)
+        return model
+
+    async def launch(self, model: ResolvedModel) -> None:
+        """Start every sidecar and wait until all are ready; raises `StartupError`. `close` undoes it."""
+        self._check_open()
+        self._outcome = asyncio.get_running_loop().create_future()
+        counts: dict[Role, int] = {
+            "gpu_runner": 1,
+            "tokenizer_proc": self._config.tokenizer_workers,
+            "detokenizer_proc": self._config.detokenizer_workers,
+        }
+        for role, count in counts.items():
+            for index in range(count):
+                self._spawn(role, index, count)
+        await asyncio.gather(
+            *(
+                asyncio.to_thread(_hand_over, child, self._sidecar_config(child, model))
+                for child in self._children.values()
+            )
+        )
+        await self._outcome
+
+    def pids(self) -> dict[str, int]:
+        """Process ids by name (the role, with the worker's index where there are several)."""
+        return {child.name: child.process.pid for child in self._children.values()}
+
+    def ready_info(self, role: Role, index: int = 0) -> dict[str, object]:
+        """What a started sidecar said about itself."""
+        ready = self._children[role, index].ready
+        assert ready is not None
+        return ready.info
+
+    def gauges(self, role: Role, index: int = 0) -> dict[str, int]:
+        """The gauges of a sidecar's latest heartbeat; empty before the first."""
+        child = self._children.get((role, index))
+        return dict(child.gauges) if child else {}
+
+    def stalled(self, *, runner_on_cpu: bool) -> list[str]:
+        """Names of the processes that have not been heard of for too long."""
+        self._read()
+        now = time.monotonic()
+        return [
+            child.name
+            for child in self._children.values()
+            if now - child.heard
+            > (CPU_STEP_STALL_SECONDS if runner_on_cpu and child.role == "gpu_runner" else STALL_SECONDS)
+        ]
+
+    async def close(self) -> None:
+        """Stop the sidecars and remove every trace. Idempotent; goes on to the end though its caller be cancelled."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        cancelled = False
+        while not self._closing.done():
+            try:
+                await asyncio.shield(self._closing)
+            except asyncio.CancelledError:
+                cancelled = True
+        if cancelled:
+            raise asyncio.CancelledError
+
+    def _check_open(self) -> None:
+        if self._closing is not None:
+            raise StartupError("the engine was closed while it started")
+
+    def _spawn(self, role: Role, index: int, count: int) -> None:
+        # -P: a file in the current directory must not shadow the standard library or a sidecar's package.
+        # A new session keeps a terminal's Ctrl-C from reaching the children before this process decides.
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", self._modules.get(role, role)],
+                stdin=subprocess.PIPE,
+                stdout=2,
+                env=sidecar_environment(os.environ, self._config, role),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise StartupError(f"cannot start {role}: {error}") from error
+        now = time.monotonic()
+        child = Child(role, index, count, process, os.pidfd_open(process.pid), now, now, now)
+        self._children[role, index] = child
+        self._watchers.append(asyncio.create_task(self._watch(child)))
+
+    def _sidecar_config(self, child: Child, model: ResolvedModel) -> SidecarConfig:
+        return SidecarConfig(
+            engine=self._config,
+            role=child.role,
+            index=child.index,
+            model_path=str(model.path),
+            run_dir=str(self._run_dir),
+        )
+
+    async def _watch(self, child: Child) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_reader(child.pidfd, child.exited.set)
+        try:
+            await child.exited.wait()
+        finally:
+            loop.remove_reader(child.pidfd)
+            os.close(child.pidfd)
+        code = child.process.wait()
+        deadline = time.monotonic() + FATAL_GRACE_SECONDS
+        while code == 1 and child.last_words is None and time.monotonic() < deadline and self._closing is None:
+            await asyncio.sleep(0.01)
+            self._read()
+        self._lost(child, child.last_words or f"{child.name} {describe_exit(code)}")
+
+    def _read(self) -> None:
+        if self._receiver is None:
+            return
+        for message in self._receiver.drain(DRAIN_LIMIT):
+            child = self._children.get((message.role, message.index))
+            if child is not None:
+                child.heard = time.monotonic()
+                self._handle(child, message)
+        if self._receiver.pending():
+            asyncio.get_running_loop().call_soon(self._read)
+
+    def _handle(self, child: Child, message: ToSupervisor) -> None:
+        match message:
+            case Heartbeat():
+                child.gauges = message.gauges
+            case Progress():
+                self._enter_phase(child, message.phase)
+                if self._progress:
+                    self._progress.update(child.role, child.index, message.phase, message.done, message.total)
+            case Ready():
+                self._enter_phase(child, "serve")
+                child.ready = message
+                if self._progress:
+                    self._progress.ready(child.role, child.index, time.monotonic() - child.started)
+                if self._outcome and not self._outcome.done() and all(c.ready for c in self._children.values()):
+                    self._outcome.set_result(None)
+            case Fatal():
+                child.last_words = message.message
+                self._lost(child, message.message)
+
+    def _enter_phase(self, child: Child, phase: str) -> None:
+        if phase == child.phase:
+            return
+        now = time.monotonic()
+        if self._progress:
+            self._progress.phase_done(child.role, child.index, child.phase, now - child.phase_started)
+        child.phase, child.phase_started = phase, now
+
+    def _lost(self, child: Child, reason: str) -> None:
+        if self._closing is not None or self._outcome is None or self._failed:
+            return
+        self._failed = True
+        if self._outcome.done():
+            self._on_failure(reason if child.name in reason else f"{child.name} died: {reason}")
+        else:
+            self._outcome.set_exception(StartupError(reason))
+
+    async def _close(self) -> None:
+        children = list(self._children.values())
+        for child in children:
+            _signal(child, signal.SIGTERM)
+        stopped = asyncio.gather(*(child.exited.wait() for child in children))
+        try:
+            await asyncio.wait_for(stopped, STOP_SECONDS)
+        except TimeoutError:
+            for child in children:
+                _signal(child, signal.SIGKILL)
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        for child in children:
+            with contextlib.suppress(BrokenPipeError):
+                child.stdin.close()
+        if self._outcome is not None and not self._outcome.done():
+            self._outcome.set_exception(StartupError("the engine was closed while it started"))
+        if self._outcome is not None and not self._outcome.cancelled():
+            self._outcome.exception()  # seen here, should nobody be awaiting it
+        if self._receiver is not None:
+            asyncio.get_running_loop().remove_reader(self._fd)
+            self._receiver = None
+        if self._pipes is not None:
+            self._pipes.close()
+        if self._run_dir is not None:
+            shutil.rmtree(self._run_dir, ignore_errors=True)
+
+
+def sidecar_environment(environ: Mapping[str, str], config: EngineConfig, role: Role) -> dict[str, str]:
+    """A sidecar's environment: an allow-list of this process's (no tokens, no keys) and how many threads to use."""
+    env = {k: v for k, v in environ.items() if k in ENVIRONMENT_NAMES or k.startswith(ENVIRONMENT_PREFIXES)}
+    cores = len(os.sched_getaffinity(0))
+    on_cpu = config.device == "cpu" or (config.device == "auto" and not os.path.exists("/dev/nvidiactl"))
+    if role == "gpu_runner":
+        env.setdefault("OMP_NUM_THREADS", str(cores if on_cpu else 1))
+        return env
+    env["OMP_NUM_THREADS"] = "1"
+    threads = max(1, cores // (2 * config.tokenizer_workers)) if role == "tokenizer_proc" else 1
+    env["RAYON_NUM_THREADS"] = str(threads)
+    env["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
+    return env
+
+
+def describe_exit(code: int) -> str:
+    """How a process with this `returncode` ended, to follow its name."""
+    if code >= 0:
+        return f"exited with code {code}"
+    return f"was killed by {signal.Signals(-code).name}"
+
+
+def _hand_over(child: Child, config: SidecarConfig) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the child is gone already: its watcher says why
+        write_config(child.stdin, config)
+        child.stdin.flush()
+
+
+def _signal(child: Child, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        child.process.send_signal(number)

@@ -1,0 +1,257 @@
+"""Every Struct that crosses a process border, by the pipe that carries it.
+
+Frames are columnar: one Struct per step or batch whose `bytes` fields are little-endian arrays (`int32`, `uint64`,
+`uint8`) of one length, so that encoding costs the same at any batch size. All Structs are frozen, array-like and
+untracked by the garbage collector; each pipe has one `Decoder` over the union of what it may carry.
+
+    engine -> tokenizer      EncodeText | EncodeIds | EncodeChat | Abort
+    tokenizer -> gpu_runner  Generate | Abort                              ("requests")
+    engine, detokenizer -> gpu_runner  Abort | StopHit                     ("control")
+    gpu_runner -> detokenizer          StepFrame
+    detokenizer -> engine              Deltas
+    tokenizer -> engine                Encoded | Failed
+    gpu_runner -> engine               Failed
+    every sidecar -> supervisor        Progress | Ready | Heartbeat | Fatal
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+
+from asyncengine.sampling import SamplingParams
+
+
+class Finish(IntEnum):
+    """Why a row ended; 0 while it runs. STOP is an end-of-sequence or stop token id, STOP_STRING a stop string.
+
+    ERROR only leaves the detokenizer: gpu_runner produced a token id that the vocabulary does not have."""
+
+    NONE = 0
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+    STOP_STRING = 4
+    ERROR = 5
+
+
+class Wire(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Base of all messages."""
+
+
+# ------------------------------------------------------------------------------------------------ engine -> tokenizer
+
+
+class EncodeText(Wire, frozen=True, tag=1):
+    """Tokenize one prompt and pass it on. `rid` .. `rid + params.n - 1` are the request's choices."""
+
+    rid: int
+    text: str
+    params: SamplingParams
+    namespace: str
+
+
+class EncodeIds(Wire, frozen=True, tag=2):
+    """A prompt that already is token ids (int32 array); still checked against vocabulary and context length."""
+
+    rid: int
+    ids: bytes
+    params: SamplingParams
+    namespace: str
+
+
+class EncodeChat(Wire, frozen=True, tag=3):
+    """A conversation for the chat template: `messages` is the JSON text of a list of {role, content, ...} objects.
+
+    `template_kwargs` (JSON object text, "" for none) become the template's variables; the API process passes only names
+    it allows.
+    """
+
+    rid: int
+    messages: bytes
+    params: SamplingParams
+    namespace: str
+    add_generation_prompt: bool = True
+    template_kwargs: bytes = b""
+
+
+class Abort(Wire, frozen=True, tag=4):
+    """The caller is gone: drop `rid` wherever it is. Sent on the control pipe and behind the request itself, so that it
+    is found whether the request is still being tokenized or already runs."""
+
+    rid: int
+
+
+# ------------------------------------------------------------------------------------------- tokenizer -> gpu_runner
+
+
+class Generate(Wire, frozen=True, tag=10):
+    """One prompt, ready to run.
+
+    ids: int32 array, at least one token. `max_tokens` is resolved (never None) and ids + max_tokens fits the context.
+    detok: opaque to gpu_runner; a msgpack `DetokenizeOptions`, emitted with the first token.
+    """
+
+    rid: int
+    ids: bytes
+    params: SamplingParams
+    max_tokens: int
+    detok: bytes
+    namespace: str
+
+
+class StopHit(Wire, frozen=True, tag=11):
+    """The detokenizer found a stop string in the row that holds `slot` in generation `gen`: end it."""
+
+    slot: int
+    gen: int
+
+
+# ----------------------------------------------------------------------------------------- gpu_runner -> detokenizer
+
+
+class DetokenizeOptions(Wire, frozen=True, tag=20):
+    """How one row's tokens become text. `prompt_tail`: int32 array, the prompt's last ids (context for decoders that
+    need some)."""
+
+    stop: tuple[str, ...]
+    skip_special_tokens: bool
+    include_stop_str_in_output: bool
+    prompt_tail: bytes
+
+
+class Open(Wire, frozen=True, tag=21):
+    """A row's first appearance, in the same frame as its first token (or as its end, if it ends without one)."""
+
+    slot: int
+    gen: int
+    rid: int
+    detok: bytes
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class StepFrame(Wire, frozen=True, tag=22):
+    """What one step produced for one detokenizer shard: R rows, a row at most once.
+
+    slots, gens, tokens: int32 [R]; token -1 where the row ends without a new token (abort).
+    finish: uint8 [R], a `Finish`; with STOP the row's token is the stop id itself.
+    """
+
+    step: int
+    slots: bytes
+    gens: bytes
+    tokens: bytes
+    finish: bytes
+    opens: tuple[Open, ...] = ()
+
+
+# --------------------------------------------------------------------------------------------- detokenizer -> engine
+
+
+class Deltas(Wire, frozen=True, tag=30):
+    """New text of K requests of one API worker. A request appears at most once; its deltas arrive in order.
+
+    rids: uint64 [K]. text: UTF-8 blob, `text_ends`: int32 [K], end offset of each request's bytes in it.
+    ids: int32 blob of new token ids (all requests'), `ids_ends`: int32 [K], end offset of each in tokens.
+    finish: uint8 [K]. stop_reason: int32 [K]; with STOP the token id, with STOP_STRING the index in `stop`, with ERROR
+    the id that the vocabulary does not have (not among `ids`), else -1.
+    prompt_tokens, cached_tokens: int32 [K].
+    """
+
+    rids: bytes
+    text: bytes
+    text_ends: bytes
+    ids: bytes
+    ids_ends: bytes
+    finish: bytes
+    stop_reason: bytes
+    prompt_tokens: bytes
+    cached_tokens: bytes
+
+
+class Encoded(Wire, frozen=True, tag=31):
+    """A batch of prompts left tokenizer worker `index` for gpu_runner. rids: uint64 [K]; num_tokens: int32 [K]."""
+
+    index: int
+    rids: bytes
+    num_tokens: bytes
+
+
+class Failed(Wire, frozen=True, tag=32):
+    """`rid` will produce no text: it was refused before it ran. `status` is 400 for a fault of the request."""
+
+    rid: int
+    status: int
+    message: str
+    code: str
+    param: str | None
+
+
+# ---------------------------------------------------------------------------------------------- sidecar -> supervisor
+
+
+class Progress(Wire, frozen=True, tag=40):
+    """A phase of start-up: `done` of `total` units (bytes while weights load); total 0 = no measure."""
+
+    role: str
+    index: int
+    phase: str
+    done: int
+    total: int
+
+
+class Ready(Wire, frozen=True, tag=41):
+    """The sidecar serves. `info`: facts for the engine and the start-up report (see `RunnerInfo`, `TokenizerInfo`)."""
+
+    role: str
+    index: int
+    pid: int
+    seconds: float
+    info: dict[str, Any]
+
+
+class Heartbeat(Wire, frozen=True, tag=42):
+    """Sent by the loop that does the work, so a frozen loop is seen. `gauges`: role-specific integers."""
+
+    role: str
+    index: int
+    gauges: dict[str, int]
+
+
+class Fatal(Wire, frozen=True, tag=43):
+    """The sidecar is about to exit; `message` is one sentence for a person."""
+
+    role: str
+    index: int
+    message: str
+
+
+ToTokenizer = EncodeText | EncodeIds | EncodeChat | Abort
+ToRunner = Generate | Abort
+ToRunnerControl = Abort | StopHit
+ToDetokenizer = StepFrame
+ToEngine = Deltas | Encoded | Failed
+ToSupervisor = Progress | Ready | Heartbeat | Fatal
+
+
+class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """`Ready.info` of gpu_runner (convert with `msgspec.convert`)."""
+
+    device: str
+    dtype: str
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    num_pages: int
+    weight_bytes: int
+    kv_cache_bytes: int
+
+
+class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """`Ready.info` of tokenizer_proc. vocab_size: ids the tokenizer can produce."""
+
+    vocab_size: int
+    has_chat_template: bool

@@ -1,0 +1,123 @@
+"""What every sidecar process does before and around its work: life-line, configuration, reports.
+
+The life-line is two mechanisms, armed before anything slow: the kernel kills the child when its parent dies
+(PR_SET_PDEATHSIG), and a thread exits the process when its stdin, a pipe whose other end only the parent holds, closes.
+The first lines of that pipe carry the configuration (4-byte little-endian length, msgpack `SidecarConfig`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from asyncengine.config import Role, SidecarConfig
+from asyncengine.errors import StartupError
+from asyncengine.wire.messages import Fatal, Heartbeat, Progress, Ready
+from asyncengine.wire.pipes import Pipes
+
+PR_SET_PDEATHSIG = 1
+HEARTBEAT_SECONDS = 0.25
+PARENT_GONE_EXIT_CODE = 3
+
+
+class Reporter:
+    """A sidecar's line to the supervisor. Progress and heartbeats are dropped when the pipe is full; nothing blocks."""
+
+    def __init__(self, pipes: Pipes, role: Role, index: int) -> None:
+        self._sender = pipes.sender("supervisor")
+        self._role, self._index = role, index
+        self._started = time.monotonic()
+        self._last_heartbeat = 0.0
+
+    def progress(self, phase: str, done: int = 0, total: int = 0) -> None:
+        self._sender.try_send(Progress(self._role, self._index, phase, done, total))
+
+    def ready(self, info: msgspec.Struct | None = None) -> None:
+        """Announce that work sent from now on is served; `info` is the role's `*Info` Struct."""
+        facts: dict[str, Any] = {} if info is None else msgspec.structs.asdict(info)
+        seconds = time.monotonic() - self._started
+        self._sender.send(Ready(self._role, self._index, os.getpid(), seconds, facts))
+
+    def heartbeat_due(self) -> bool:
+        """True at most every `HEARTBEAT_SECONDS`; ask before collecting gauges."""
+        return time.monotonic() - self._last_heartbeat >= HEARTBEAT_SECONDS
+
+    def heartbeat(self, gauges: dict[str, int]) -> None:
+        self._last_heartbeat = time.monotonic()
+        self._sender.try_send(Heartbeat(self._role, self._index, gauges))
+
+    def fatal(self, message: str) -> None:
+        self._sender.send(Fatal(self._role, self._index, message))
+
+
+def run_sidecar(role: Role, serve: Callable[[SidecarConfig, Pipes, Reporter], None]) -> None:
+    """Entry point of a sidecar: arm the life-line, read the configuration, call `serve`, report how it ended.
+
+    `serve` loops until SIGTERM, which arrives as SystemExit. Exits 1 when `serve` raises, after sending `Fatal`.
+    """
+    arm_life_line()
+    config = _read_config()
+    if config.role != role:
+        raise SystemExit(f"{role} was given the configuration of {config.role}")
+    threading.Thread(target=_exit_with_parent, name="life-line", daemon=True).start()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the whole group; the supervisor decides
+    pipes = Pipes(config.run_dir)
+    reporter = Reporter(pipes, role, config.index)
+    try:
+        serve(config, pipes, reporter)
+    except StartupError as error:
+        reporter.fatal(error.message)
+        pipes.close(linger_ms=1000)
+        sys.exit(1)
+    except Exception as error:  # noqa: BLE001 - the last stop of this process: report, then die
+        traceback.print_exc()
+        reporter.fatal(f"{type(error).__name__}: {error}")
+        pipes.close(linger_ms=1000)
+        sys.exit(1)
+    finally:
+        with contextlib.suppress(Exception):
+            pipes.close()
+
+
+def arm_life_line() -> None:
+    """Have the kernel SIGKILL this process when its parent dies. Had it died before this line, stdin's end tells."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def write_config(stream: Any, config: SidecarConfig) -> None:
+    """Parent's side of `_read_config`; the stream must stay open for as long as the child shall live."""
+    data = msgspec.msgpack.encode(config)
+    stream.write(len(data).to_bytes(4, "little") + data)
+
+
+def _read_config() -> SidecarConfig:
+    size = int.from_bytes(_read_exactly(4), "little")
+    return msgspec.msgpack.decode(_read_exactly(size), type=SidecarConfig)
+
+
+def _read_exactly(count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = os.read(sys.stdin.fileno(), count - len(data))
+        if not part:
+            os._exit(PARENT_GONE_EXIT_CODE)
+        data += part
+    return data
+
+
+def _exit_with_parent() -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os._exit(PARENT_GONE_EXIT_CODE)

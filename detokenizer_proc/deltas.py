@@ -1,0 +1,99 @@
+"""What rows have produced and the API process has not been sent: one record a request, however far behind it is."""
+
+from __future__ import annotations
+
+from array import array
+
+from asyncengine.wire.messages import Deltas, Finish
+from asyncengine.wire.pipes import Sender
+
+MAX_DELTAS_BYTES = 4 * 1024 * 1024
+"""Text and ids in one message, a single request's excepted; far below the pipes' limit on messages."""
+
+
+class PendingDelta:
+    """New text and ids of one request since its last `Deltas` entry. `queued`: it waits in its outbox."""
+
+    __slots__ = ("cached_tokens", "finish", "ids", "prompt_tokens", "queued", "rid", "stop_reason", "text")
+
+    def __init__(self, rid: int, prompt_tokens: int, cached_tokens: int) -> None:
+        self.rid = rid
+        self.prompt_tokens = prompt_tokens
+        self.cached_tokens = cached_tokens
+        self.text: list[str] = []
+        self.ids: list[int] = []
+        self.finish = int(Finish.NONE)
+        self.stop_reason = -1
+        self.queued = False
+
+
+class DeltaOutbox:
+    """The way to one API worker. While the pipe is full, deltas merge in place instead of queueing.
+
+    frames      t0  t1  t2  t3
+    pipe        |sent|  full   |  free
+    record rid  a   b   b+c    b+c+d -> one entry, nothing lost, order kept
+    """
+
+    def __init__(self, sender: Sender) -> None:
+        self._sender = sender
+        self._waiting: list[PendingDelta] = []
+
+    @property
+    def waiting(self) -> int:
+        """Requests with something to send."""
+        return len(self._waiting)
+
+    def add(self, delta: PendingDelta) -> None:
+        """Have `delta` sent with the next `send`; not for one that is queued already."""
+        delta.queued = True
+        self._waiting.append(delta)
+
+    def send(self) -> bool:
+        """Send what waits; False when the pipe filled up before all was sent."""
+        while self._waiting:
+            if not self._sender.writable():
+                return False
+            message, count = _to_wire(self._waiting)
+            if not self._sender.try_send(message):
+                return False
+            sent, self._waiting = self._waiting[:count], self._waiting[count:]
+            for delta in sent:
+                delta.text.clear()
+                delta.ids.clear()
+                delta.queued = False
+        return True
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless each waiting request waits once and knows it."""
+        assert len({delta.rid for delta in self._waiting}) == len(self._waiting)
+        assert all(delta.queued for delta in self._waiting)
+
+
+def _to_wire(waiting: list[PendingDelta]) -> tuple[Deltas, int]:
+    """A message of the first of `waiting`, at least one and as many as fit, and their number."""
+    texts: list[bytes] = []
+    text_ends, ids, ids_ends = array("i"), array("i"), array("i")
+    end = 0
+    for delta in waiting:
+        data = "".join(delta.text).encode()
+        if texts and end + len(data) + 4 * (len(ids) + len(delta.ids)) > MAX_DELTAS_BYTES:
+            break
+        texts.append(data)
+        end += len(data)
+        text_ends.append(end)
+        ids.extend(delta.ids)
+        ids_ends.append(len(ids))
+    batch = waiting[: len(texts)]
+    message = Deltas(
+        rids=array("Q", [delta.rid for delta in batch]).tobytes(),
+        text=b"".join(texts),
+        text_ends=text_ends.tobytes(),
+        ids=ids.tobytes(),
+        ids_ends=ids_ends.tobytes(),
+        finish=bytes([delta.finish for delta in batch]),
+        stop_reason=array("i", [delta.stop_reason for delta in batch]).tobytes(),
+        prompt_tokens=array("i", [delta.prompt_tokens for delta in batch]).tobytes(),
+        cached_tokens=array("i", [delta.cached_tokens for delta in batch]).tobytes(),
+    )
+    return message, len(batch)

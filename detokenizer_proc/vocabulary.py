@@ -1,0 +1,103 @@
+"""How a model's ids become text: by byte table where a self-test shows that to equal the library, else by window."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+from tokenizers import Tokenizer
+
+from detokenizer_proc.byte_table import (
+    BYTE_TOKEN,
+    REPLACE_EACH_BYTE,
+    ByteTable,
+    build_byte_table,
+    special_token_texts,
+    tokens_by_id,
+)
+from detokenizer_proc.text_stream import TableStream, TextStream, WindowStream
+
+SELF_TEST_TEXTS = (
+    "The quick brown fox can't jump over 1234567 lazy dogs, e.g. Mr. O'Neill's!",
+    "敏捷的棕色狐狸跳过了懒狗。你好，世界！ 日本語のテキスト 한국어",
+    "👨‍👩‍👧‍👦 🏳️‍🌈 👍🏽 🇩🇪 😀",
+    "Cafe\u0301 n\u0303 Z\u0351\u036b\u0343 क्षि กำ",
+    "مرحبا بالعالم، كيف حالك؟",
+    "one\r\ntwo\r\n\r\n\tthree  four   five\n",
+    'def f(x: int) -> str:\n    return f"{x!r:>8}"  # ▁ <0x41> \\u00e9\n',
+    "  two leading spaces",
+    " ",
+)
+RANDOM_SEQUENCES = 32
+RANDOM_LENGTH = 24
+
+
+class Vocabulary:
+    """Opens text streams for one tokenizer. Ids from 0 to `size` - 1 may be pushed into them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Takes well under a second; nothing is kept of the tokenizer but what streams read."""
+        table = build_byte_table(tokenizer)
+        self._table = table if table is not None and reproduces(tokenizer, table) else None
+        tokens = tokens_by_id(tokenizer) if self._table is None else []
+        self._tokenizer = tokenizer
+        special = special_token_texts(tokenizer)
+        self._nameless = frozenset(index for index, token in enumerate(tokens) if token is None)
+        self._special = frozenset(index for index, token in enumerate(tokens) if token in special)
+        self.size = len(tokens) if self._table is None else self._table.size
+
+    @property
+    def uses_table(self) -> bool:
+        return self._table is not None
+
+    def open(self, *, skip_special_tokens: bool, prompt_tail: Sequence[int], prompt_tokens: int) -> TextStream:
+        """prompt_tail: the prompt's last ids, at most `prompt_tokens` of them; ids out of range are left out."""
+        context = [token for token in prompt_tail if 0 <= token < self.size]
+        if self._table is not None:
+            whole = len(prompt_tail) >= prompt_tokens
+            return TableStream(self._table, skip_special_tokens=skip_special_tokens, context=context if whole else None)
+        hidden = self._nameless | self._special if skip_special_tokens else self._nameless
+        return WindowStream(self._tokenizer, hidden=hidden, context=context)
+
+
+def reproduces(tokenizer: Tokenizer, table: ByteTable) -> bool:
+    """Whether the table's streams equal the library's decode: on texts of many scripts and on random ids, both with
+    and without special tokens. The same ids are tried for the same tokenizer every time."""
+    return all(
+        table_text(table, ids, skip_special_tokens=skip) == tokenizer.decode(ids, skip_special_tokens=skip)
+        for ids in _self_test_ids(tokenizer, table)
+        for skip in (True, False)
+    )
+
+
+def table_text(table: ByteTable, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    """The text of `ids` with nothing before them, streamed one id at a time."""
+    stream = TableStream(table, skip_special_tokens=skip_special_tokens, context=())
+    return "".join([*map(stream.push, ids), stream.flush()])
+
+
+def _self_test_ids(tokenizer: Tokenizer, table: ByteTable) -> Iterator[list[int]]:
+    for text in SELF_TEST_TEXTS:
+        yield tokenizer.encode(text, add_special_tokens=False).ids
+    generator = random.Random(0)
+    special = [index for index, piece in enumerate(table.pieces) if piece != table.visible_pieces[index]]
+    for _ in range(RANDOM_SEQUENCES):
+        ids = [generator.randrange(table.size) for _ in range(RANDOM_LENGTH)]
+        if special:
+            ids[:: RANDOM_LENGTH // 4] = generator.choices(special, k=4)
+        yield ids if table.errors != REPLACE_EACH_BYTE else without_byte_runs(tokenizer, table, ids)
+
+
+def without_byte_runs(tokenizer: Tokenizer, table: ByteTable, ids: Sequence[int]) -> list[int]:
+    """`ids` with a `<0xNN>` token left out where it follows another: on invalid runs of several such tokens streams
+    differ from the library by design (see `TableStream`)."""
+    kept: list[int] = []
+    in_run = False
+    for index in ids:
+        is_byte = BYTE_TOKEN.fullmatch(tokenizer.id_to_token(index) or "") is not None
+        if is_byte and in_run:
+            continue
+        kept.append(index)
+        if is_byte or table.visible_pieces[index]:
+            in_run = is_byte
+    return kept

@@ -1,0 +1,222 @@
+"""The detokenizer's loop: step frames in, one `Deltas` message per API worker and turn out, stop hits back.
+
+There is one Python loop over rows, in `Worker.take`; a row's step is a table look-up and, with stop strings, one
+automaton step per character.
+"""
+
+from __future__ import annotations
+
+import gc
+from functools import lru_cache
+
+import msgspec
+
+from asyncengine.config import API_WORKER_SHIFT, SidecarConfig
+from asyncengine.tokenizer_file import load_tokenizer
+from asyncengine.wire.messages import DetokenizeOptions, Finish, Open, StepFrame, StopHit, ToDetokenizer
+from asyncengine.wire.pipes import Pipes
+from asyncengine.wire.sidecar import HEARTBEAT_SECONDS, Reporter
+from detokenizer_proc.deltas import DeltaOutbox, PendingDelta
+from detokenizer_proc.stop_strings import StopAutomaton, StopSearch
+from detokenizer_proc.text_stream import TextStream
+from detokenizer_proc.vocabulary import Vocabulary
+
+ENGINE_HIGH_WATER_MARK = 16
+"""`Deltas` in flight to an API worker before its requests' deltas merge here."""
+FRAMES_PER_TURN = 64
+"""Bounds how long a burst of frames can delay what the first of them produced."""
+RETRY_MS = 2
+IDLE_MS = int(HEARTBEAT_SECONDS * 1000)
+CACHED_AUTOMATA = 256
+NO_TOKEN = -1
+
+
+class Row:
+    """One open stream: the row that holds a slot in generation `gen`."""
+
+    __slots__ = ("delta", "gen", "include_stop", "outbox", "search", "slot", "stream")
+
+    def __init__(
+        self,
+        opened: Open,
+        *,
+        stream: TextStream,
+        search: StopSearch | None,
+        include_stop: bool,
+        outbox: DeltaOutbox,
+    ) -> None:
+        self.slot = opened.slot
+        self.gen = opened.gen
+        self.stream = stream
+        self.search = search
+        self.include_stop = include_stop
+        self.outbox = outbox
+        self.delta = PendingDelta(opened.rid, opened.prompt_tokens, opened.cached_tokens)
+
+
+class Worker:
+    """Detokenizer worker `index`: owns its pipes' ends and every open row.
+
+    gpu_runner   step N: slot 3 gen 7        step N+1: slot 3 gen 7     step N+2: slot 3 gen 8
+    here         stop found, StopHit(3, 7),  ignored: no such row       Open(3, 8) came with it
+                 row forgotten
+    """
+
+    def __init__(self, vocabulary: Vocabulary, pipes: Pipes, *, index: int) -> None:
+        self._vocabulary = vocabulary
+        self._pipes = pipes
+        self._frames = pipes.receiver(f"detokenizer.{index}", ToDetokenizer)
+        self._control = pipes.sender("runner.control")
+        self._outboxes: dict[int, DeltaOutbox] = {}
+        self._rows: dict[int, Row] = {}
+        self._options = msgspec.msgpack.Decoder(DetokenizeOptions)
+        self._automaton = lru_cache(maxsize=CACHED_AUTOMATA)(StopAutomaton)
+        self._stop_hits = 0
+        self._bad_ids = 0
+
+    def turn(self, wait_ms: int) -> None:
+        """Wait for a frame, take all that have arrived, send what they produced. Comes back early, to try again, while
+        an API worker is behind."""
+        self._frames.wait(min(wait_ms, RETRY_MS) if self._behind() else wait_ms)
+        for frame in self._frames.drain(FRAMES_PER_TURN):
+            self.take(frame)
+        for outbox in self._outboxes.values():
+            outbox.send()
+        self._control.flush()
+
+    def gauges(self) -> dict[str, int]:
+        """streams: open rows. pending: requests whose deltas wait for a full pipe. The others count since the start."""
+        return {
+            "streams": len(self._rows),
+            "pending": sum(outbox.waiting for outbox in self._outboxes.values()),
+            "stop_hits": self._stop_hits,
+            "bad_ids": self._bad_ids,
+            "malformed": self._frames.malformed,
+        }
+
+    def take(self, frame: StepFrame) -> None:
+        """Apply one step. Rows of a generation that is not open are late and ignored."""
+        for opened in frame.opens:
+            self._open(opened)
+        rows, size = self._rows, self._vocabulary.size
+        for slot, gen, token, finish in zip(
+            _int32(frame.slots), _int32(frame.gens), _int32(frame.tokens), frame.finish, strict=True
+        ):
+            row = rows.get(slot)
+            if row is None or row.gen != gen:
+                continue
+            delta = row.delta
+            if not delta.queued:
+                row.outbox.add(delta)
+            if finish:
+                self._end(row, token, finish)
+                continue
+            if not 0 <= token < size:
+                self._end_with_bad_id(row, token)
+                self._stop_runner(row)
+                continue
+            delta.ids.append(token)
+            text = row.stream.push(token)
+            search = row.search
+            if search is not None:
+                text = search.push(text)
+                if search.hit >= 0:
+                    self._close(row, text, Finish.STOP_STRING, search.hit)
+                    self._stop_runner(row)
+                    continue
+            if text:
+                delta.text.append(text)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the rows and the outboxes contradict each other."""
+        for slot, row in self._rows.items():
+            assert row.slot == slot
+            assert row.delta.finish == Finish.NONE
+            assert row.outbox is self._outboxes[row.delta.rid >> API_WORKER_SHIFT]
+            assert row.delta.queued or not (row.delta.ids or row.delta.text)
+        for outbox in self._outboxes.values():
+            outbox.check_integrity()
+
+    def _behind(self) -> bool:
+        return self._control.backlog > 0 or any(outbox.waiting for outbox in self._outboxes.values())
+
+    def _open(self, opened: Open) -> None:
+        options = self._options.decode(opened.detok)
+        stream = self._vocabulary.open(
+            skip_special_tokens=options.skip_special_tokens,
+            prompt_tail=_int32(options.prompt_tail),
+            prompt_tokens=opened.prompt_tokens,
+        )
+        include_stop = options.include_stop_str_in_output
+        search = StopSearch(self._automaton(options.stop), include_stop=include_stop) if options.stop else None
+        self._rows[opened.slot] = Row(
+            opened,
+            stream=stream,
+            search=search,
+            include_stop=include_stop,
+            outbox=self._outbox(opened.rid >> API_WORKER_SHIFT),
+        )
+
+    def _outbox(self, api_worker: int) -> DeltaOutbox:
+        if api_worker not in self._outboxes:
+            sender = self._pipes.sender(f"engine.{api_worker}", high_water_mark=ENGINE_HIGH_WATER_MARK)
+            self._outboxes[api_worker] = DeltaOutbox(sender)
+        return self._outboxes[api_worker]
+
+    def _end(self, row: Row, token: int, finish: int) -> None:
+        """The row ended in gpu_runner, perhaps with a last token. A stop token's text is shown only on request."""
+        is_stop = finish == Finish.STOP
+        if token != NO_TOKEN and not is_stop and not 0 <= token < self._vocabulary.size:
+            self._end_with_bad_id(row, token)
+            return
+        text = ""
+        if token != NO_TOKEN:
+            row.delta.ids.append(token)
+            if (not is_stop or row.include_stop) and token < self._vocabulary.size:
+                text = row.stream.push(token)
+        self._finish(row, text, finish, token if is_stop else -1)
+
+    def _end_with_bad_id(self, row: Row, token: int) -> None:
+        self._bad_ids += 1
+        self._finish(row, "", Finish.ERROR, token)
+
+    def _finish(self, row: Row, text: str, finish: int, stop_reason: int) -> None:
+        """Show what was held back and close; a stop string that only the last characters complete still counts."""
+        text += row.stream.flush()
+        search = row.search
+        if search is not None:
+            text = search.push(text)
+            if search.hit >= 0 and finish != Finish.ERROR:
+                finish, stop_reason = Finish.STOP_STRING, search.hit
+            text += search.flush()
+        self._close(row, text, finish, stop_reason)
+
+    def _close(self, row: Row, text: str, finish: int, stop_reason: int) -> None:
+        delta = row.delta
+        if text:
+            delta.text.append(text)
+        delta.finish = finish
+        delta.stop_reason = stop_reason
+        del self._rows[row.slot]
+        self._stop_hits += finish == Finish.STOP_STRING
+
+    def _stop_runner(self, row: Row) -> None:
+        self._control.send(StopHit(row.slot, row.gen))
+
+
+def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
+    """Load the tokenizer, test it, then detokenize until the process is told to end."""
+    reporter.progress("tokenizer")
+    vocabulary = Vocabulary(load_tokenizer(config.model_path).tokenizer)
+    worker = Worker(vocabulary, pipes, index=config.index)
+    gc.collect()
+    gc.freeze()  # the byte table lives as long as the process; no collection need look at it
+    reporter.ready()
+    while True:
+        worker.turn(IDLE_MS)
+        if reporter.heartbeat_due():
+            reporter.heartbeat(worker.gauges())
+
+
+def _int32(column: bytes) -> list[int]:
+    return memoryview(column).cast("i").tolist()

@@ -1,0 +1,42 @@
+"""`python -m gpu_runner`: the process that owns the model, the KV cache and the scheduler."""
+
+from __future__ import annotations
+
+from asyncengine.config import SidecarConfig
+from asyncengine.wire.pipes import Pipes
+from asyncengine.wire.sidecar import Reporter, run_sidecar
+
+
+def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
+    # Imported here: torch takes seconds, and the life-line must be armed and the start reported before that.
+    reporter.progress("importing torch")
+    from gpu_runner.device.executor import build_executor
+    from gpu_runner.inbox import Inbox
+    from gpu_runner.loop import Loop
+    from gpu_runner.outbox import Outbox
+    from gpu_runner.schedule.scheduler import Scheduler, num_slots_for
+
+    engine = config.engine
+    executor = build_executor(
+        engine, config.model_path, reporter.progress, num_slots=num_slots_for(engine.max_num_seqs)
+    )
+    scheduler = Scheduler(
+        num_pages=executor.num_pages,
+        max_model_len=executor.max_model_len,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        eos_ids=executor.model_config.eos_ids,
+        policy=engine.scheduling_policy,
+        enable_prefix_caching=engine.enable_prefix_caching,
+    )
+    inbox = Inbox(pipes=pipes, scheduler=scheduler, vocab_size=executor.model_config.vocab_size)
+    outbox = Outbox(pipes=pipes, detokenizers=engine.detokenizer_workers)
+    reporter.ready(executor.info)
+    try:
+        Loop(scheduler=scheduler, executor=executor, inbox=inbox, outbox=outbox, reporter=reporter).run()
+    finally:
+        executor.close()
+
+
+if __name__ == "__main__":
+    run_sidecar("gpu_runner", serve)

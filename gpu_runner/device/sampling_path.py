@@ -1,0 +1,47 @@
+"""The cheapest way to sample a step's tokens, chosen on the host from parameters alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gpu_runner.kernels.reference_sampling import GREEDY_BELOW
+from gpu_runner.schedule.plan import StartRows, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingPath:
+    """greedy: every row that samples is, so that an argmax does. filtered: some row has a top-k, top-p or min-p.
+    bans_stop_ids: some row is below its min_tokens."""
+
+    greedy: bool
+    filtered: bool
+    bans_stop_ids: bool
+
+
+class SamplingPaths:
+    """The host's copy, by slot, of what the choice needs; it follows plans in launch order."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._greedy = np.zeros(num_slots, dtype=np.bool_)
+        self._filtered = np.zeros(num_slots, dtype=np.bool_)
+        self._min_tokens_until = np.zeros(num_slots, dtype=np.int32)
+
+    def choose(self, plan: StepPlan) -> SamplingPath:
+        """Take over the rows that start in `plan`, then choose for those that sample in it."""
+        self._start(plan.start)
+        sampling = plan.row_samples
+        slots = plan.row_slot[sampling]
+        token_index = (plan.row_start + plan.row_len)[sampling]
+        greedy = self._greedy[slots]
+        return SamplingPath(
+            greedy=bool(greedy.all()),
+            filtered=bool((self._filtered[slots] & ~greedy).any()),
+            bans_stop_ids=bool((token_index < self._min_tokens_until[slots]).any()),
+        )
+
+    def _start(self, start: StartRows) -> None:
+        self._greedy[start.slot] = start.temperature < GREEDY_BELOW
+        self._filtered[start.slot] = (start.top_k > 0) | (start.top_p < 1.0) | (start.min_p > 0.0)
+        self._min_tokens_until[start.slot] = start.min_tokens_until

@@ -1,0 +1,160 @@
+"""One step on the device, from uploaded plan to packed results, without a single read by the host.
+
+Runs on the executor's stream. A plain call of torch operations: `StepPlan.bucket` is for captured graphs, which need
+fixed sizes, and the step runs at its true token count.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from asyncengine.config import PAGE_SIZE
+from asyncengine.wire.messages import Finish
+from gpu_runner.device.buffers import PackedStep
+from gpu_runner.device.state import DeviceState
+from gpu_runner.kernels import reference_sampling
+from gpu_runner.kernels.ops import BatchMeta
+from gpu_runner.kernels.reference_sampling import SamplingRows
+
+
+class DecoderLike(Protocol):
+    """What a step asks of a model; see `gpu_runner.models.decoder.Decoder`."""
+
+    def forward(self, token_ids: Tensor, meta: BatchMeta, kv_cache: Tensor) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class Step:
+    """Runs packed plans, one after the other, over the state that earlier ones left.
+
+    A row that ended in step N-1 may already be in step N, launched before anyone could know. On the device its `done`
+    flag is set by then, so it computes in vain: its key and value go to the dummy page 0, its state stays, and its
+    result says token -1.
+    """
+
+    def __init__(
+        self,
+        *,
+        decoder: DecoderLike,
+        kv_cache: Tensor,
+        state: DeviceState,
+        max_step_tokens: int,
+        upload_words: int,
+    ) -> None:
+        self._decoder = decoder
+        self._kv_cache = kv_cache
+        self._state = state
+        num_slots = len(state.done)
+        device = state.done.device
+        self._inputs = torch.zeros(upload_words, dtype=torch.int32, device=device)
+        self._results = torch.zeros(2 * num_slots, dtype=torch.int32, device=device)
+        self._counter = torch.arange(max(max_step_tokens, num_slots), dtype=torch.int64, device=device)
+
+    @torch.inference_mode()
+    def run(self, step: PackedStep, upload: Tensor, results: Tensor) -> None:
+        """Queue the whole step: `upload`, a ring slot's packed plan, in; R tokens, then R finish values, to `results`."""
+        inputs = self._inputs
+        inputs[: step.words].copy_(upload[: step.words], non_blocking=True)
+        self._start_rows(step)
+        self._write_page_table(step)
+
+        slot = step.row_slot.of(inputs).to(torch.int64)
+        start, length = self._state.kv_len[slot], step.row_len.of(inputs)
+        was_done = self._state.done[slot]
+        hidden = self._decoder.forward(
+            self._input_tokens(step, slot), self._batch_meta(step, slot, start, length, was_done), self._kv_cache
+        )
+
+        num_rows = len(slot)
+        packed = self._results[: 2 * num_rows]
+        tokens, finish = packed.view(2, num_rows)
+        tokens.fill_(-1)
+        finish.fill_(Finish.NONE)
+        self._state.kv_len[slot] = torch.where(was_done, start, start + length)
+        row = step.sample_row.of(inputs).to(torch.int64)
+        if len(row):
+            last_hidden = hidden.index_select(0, step.sample_token.of(inputs))
+            tokens[row], finish[row] = self._next_tokens(step, last_hidden, slot[row], was_done[row])
+        results[: 2 * num_rows].copy_(packed, non_blocking=True)
+
+    def _start_rows(self, step: PackedStep) -> None:
+        state, inputs = self._state, self._inputs
+        slot = step.start_slot.of(inputs).to(torch.int64)
+        if len(slot):
+            state.done.index_fill_(0, slot, False)
+            state.temperature[slot] = step.temperature.of(inputs)
+            state.top_k[slot] = step.top_k.of(inputs)
+            state.top_p[slot] = step.top_p.of(inputs)
+            state.min_p[slot] = step.min_p.of(inputs)
+            state.seed[slot] = step.seed.of(inputs)
+            state.limit[slot] = step.limit.of(inputs)
+            state.min_tokens_until[slot] = step.min_tokens_until.of(inputs)
+            state.stop_ids[slot] = step.stop_ids.of(inputs)
+        # Of prefill rows the host knows the start, cached prefix included; a decode row's is what the device counted.
+        prefill_slot = step.row_slot.of(inputs)[step.num_decode_rows :].to(torch.int64)
+        state.kv_len[prefill_slot] = step.row_start.of(inputs)[step.num_decode_rows :]
+
+    def _write_page_table(self, step: PackedStep) -> None:
+        cell = step.page_cell.of(self._inputs).to(torch.int64)
+        if len(cell):
+            self._state.page_table.view(-1)[cell] = step.page_id.of(self._inputs)
+
+    def _input_tokens(self, step: PackedStep, slot: Tensor) -> Tensor:
+        """[T] int64."""
+        decoding = self._state.last_token[slot[: step.num_decode_rows]]
+        return torch.cat((decoding, step.prefill_tokens.of(self._inputs))).to(torch.int64)
+
+    def _batch_meta(self, step: PackedStep, slot: Tensor, start: Tensor, length: Tensor, was_done: Tensor) -> BatchMeta:
+        token = self._counter[: step.num_tokens]
+        row = torch.repeat_interleave(self._counter[: len(slot)], length, output_size=step.num_tokens)
+        first_token = length.cumsum(0) - length
+        position = start[row] + (token - first_token[row])
+        table = self._state.page_table
+        # A done row's position may lie behind its pages; whatever page is found there is not used.
+        page_index = (position // PAGE_SIZE).clamp(max=table.shape[1] - 1)
+        page = torch.where(was_done[row], 0, table[slot[row], page_index])
+        return BatchMeta(
+            num_decode_rows=step.num_decode_rows,
+            row_start=step.row_start_host,
+            row_len=step.row_len_host,
+            row_slot=slot,
+            positions=position,
+            kv_index=page.to(torch.int64) * PAGE_SIZE + position % PAGE_SIZE,
+            page_table=table,
+        )
+
+    def _next_tokens(self, step: PackedStep, hidden: Tensor, slot: Tensor, was_done: Tensor) -> tuple[Tensor, Tensor]:
+        """Sample for N rows and advance their state; `kv_len` already counts this step's tokens.
+
+        hidden: [N, hidden], of each row's last token. Returns tokens and finish values, [N] int32 each.
+        """
+        state = self._state
+        index = state.kv_len[slot]  # of the new token in its sequence
+        sampled = self._sample(step, self._decoder.logits(hidden), slot, index).to(torch.int32)
+        is_stop = (sampled[:, None] == state.stop_ids[slot]).any(dim=1)
+        at_limit = index + 1 >= state.limit[slot]
+        finish = torch.where(is_stop, int(Finish.STOP), torch.where(at_limit, int(Finish.LENGTH), int(Finish.NONE)))
+        finish = torch.where(was_done, int(Finish.NONE), finish).to(torch.int32)
+        state.last_token[slot] = torch.where(was_done, state.last_token[slot], sampled)
+        state.done[slot] = was_done | (finish != Finish.NONE)
+        return torch.where(was_done, -1, sampled), finish
+
+    def _sample(self, step: PackedStep, logits: Tensor, slot: Tensor, index: Tensor) -> Tensor:
+        state = self._state
+        if step.path.bans_stop_ids:
+            reference_sampling.ban_ids(logits, state.stop_ids[slot], index < state.min_tokens_until[slot])
+        if step.path.greedy:
+            return reference_sampling.greedy(logits)
+        rows = SamplingRows(
+            temperature=state.temperature[slot],
+            top_k=state.top_k[slot],
+            top_p=state.top_p[slot],
+            min_p=state.min_p[slot],
+            seed=state.seed[slot],
+            position=index,
+        )
+        return reference_sampling.sample(logits, rows, filtered=step.path.filtered)

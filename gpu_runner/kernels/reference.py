@@ -1,0 +1,139 @@
+"""Plain-torch versions of the operations in `ops`, which see for shapes: what the CPU runs and kernels are tested
+against."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def rope_cos_sin(positions: Tensor, inv_freq: Tensor) -> Tensor:
+    angles = positions.to(torch.float32)[:, None] * inv_freq
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.to(torch.float32)
+    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (wide * scale).to(x.dtype) * weight
+
+
+def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    residual += x
+    return rms_norm(residual, weight, eps)
+
+
+def qk_norm_rope_write(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    kv_layer: Tensor,
+    kv_index: Tensor,
+    *,
+    num_heads: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> Tensor:
+    _, _, num_kv_heads, page_size, head_dim = kv_layer.shape
+    heads = qkv.view(len(qkv), -1, head_dim)
+    q, k, v = torch.split(heads, (num_heads, num_kv_heads, num_kv_heads), dim=1)
+    if q_norm is not None:
+        q = rms_norm(q, q_norm, eps)
+    if k_norm is not None:
+        k = rms_norm(k, k_norm, eps)
+    page, offset = kv_index // page_size, kv_index % page_size
+    kv_layer[0, page, :, offset] = _rotate(k, cos_sin)
+    kv_layer[1, page, :, offset] = v
+    return _rotate(q, cos_sin)
+
+
+def _rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """x: [T, heads, head_dim]."""
+    cos, sin = cos_sin[:, None].chunk(2, dim=-1)
+    first, second = x.to(torch.float32).chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def paged_attention(
+    q: Tensor,
+    kv_layer: Tensor,
+    *,
+    num_decode_rows: int,
+    row_start: NDArray[np.int32],
+    row_len: NDArray[np.int32],
+    row_slot: Tensor,
+    page_table: Tensor,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    out = torch.zeros_like(q)
+    if num_decode_rows:
+        lengths = torch.from_numpy(row_start[:num_decode_rows].astype(np.int64) + 1).to(q.device)
+        rows = page_table[row_slot[:num_decode_rows]]
+        out[:num_decode_rows] = _decode_attention(q[:num_decode_rows], kv_layer, lengths, rows, scale, window)
+    token = num_decode_rows
+    for row in range(num_decode_rows, len(row_len)):
+        start, count = int(row_start[row]), int(row_len[row])
+        pages = page_table[row_slot[row]]
+        out[token : token + count] = _chunk_attention(q[token : token + count], kv_layer, start, pages, scale, window)
+        token += count
+    return out
+
+
+def _decode_attention(
+    q: Tensor, kv_layer: Tensor, lengths: Tensor, pages: Tensor, scale: float, window: int | None
+) -> Tensor:
+    """One query per row: all rows at once. q: [R, heads, head_dim], lengths: [R], pages: [R, pages_per_seq]."""
+    rows, _, head_dim = q.shape
+    num_kv_heads = kv_layer.shape[2]
+    position = torch.arange(int(lengths.max()), device=q.device)
+    last = lengths[:, None] - 1
+    # Past its end a row reads its last position again, masked: nothing it does not own may enter, were it NaN.
+    k, v = _gather(kv_layer, pages, torch.minimum(position, last))
+    seen = position <= last
+    if window is not None:
+        seen &= position > last - window
+    # The heads of a group take the place of query positions, so that a group reads its keys once.
+    grouped = q.view(rows, num_kv_heads, -1, head_dim)
+    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen[:, None, None], scale=scale)
+    return out.reshape(q.shape)
+
+
+def _chunk_attention(
+    q: Tensor, kv_layer: Tensor, start: int, pages: Tensor, scale: float, window: int | None
+) -> Tensor:
+    """One row's chunk. q: [count, heads, head_dim], pages: [pages_per_seq]."""
+    end = start + len(q)
+    position = torch.arange(end, device=q.device)
+    k, v = _gather(kv_layer, pages[None], position[None])
+    own = position[start:, None]
+    seen = position <= own
+    if window is not None:
+        seen &= position > own - window
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], k, v, attn_mask=seen, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
+    )
+    return out[0].transpose(0, 1)
+
+
+def _gather(kv_layer: Tensor, pages: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values at `position` [R, L] of rows with `pages` [R, pages_per_seq]: two [R, kv_heads, L, head_dim]."""
+    _, num_pages, num_kv_heads, page_size, head_dim = kv_layer.shape
+    page = pages.to(torch.int64).gather(1, position // page_size)
+    head = torch.arange(num_kv_heads, device=kv_layer.device)
+    line = (page[:, None] * num_kv_heads + head[:, None]) * page_size + (position % page_size)[:, None]
+    flat = kv_layer.view(2, num_pages * num_kv_heads * page_size, head_dim)
+    shape = (*line.shape, head_dim)
+    return flat[0].index_select(0, line.flatten()).view(shape), flat[1].index_select(0, line.flatten()).view(shape)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias)

@@ -1,0 +1,148 @@
+"""The pool of KV-cache pages: who may be given which page, and when a page may be given again."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+
+DUMMY_PAGE = 0
+"""The page that rows without work write to. It is never handed out."""
+
+
+class OutOfPages(Exception):
+    """Fewer pages are free than were asked for; nothing was taken."""
+
+
+class IntegrityError(AssertionError):
+    """The cache's bookkeeping contradicts itself: a bug, never bad input."""
+
+
+class PagePool:
+    """Reference-counted pages on a stack, freed only after the last step that may touch them.
+
+    Epochs are step numbers, counted from 1; epoch 0 means "no step used it". A holder that lets go names the last step
+    launched with the page; the page is handed out again once the latest epoch named by any of its holders is complete:
+
+        host    launch 7 | launch 8 | read 7: row ends, decref(page, 8) | launch 9 | read 8: complete(8), page is free
+        device           [ step 7  ][ step 8: overshoot row still reads page ][ step 9 ]
+
+    Every page other than the dummy is in exactly one state: referenced (count > 0), deferred, or free. All operations
+    are vectorised and cost O(pages given), `complete` O(pages deferred).
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        """num_pages: pages of the device's cache, the dummy page 0 included; at least 2."""
+        if num_pages < 2:
+            raise ValueError(f"num_pages must be at least 2 (the dummy page and one more), got {num_pages}")
+        self.num_pages = num_pages
+        self.num_free = num_pages - 1
+        self.num_deferred = 0
+        self.completed_epoch = 0
+        self._stack = np.zeros(num_pages, dtype=np.int32)  # [num_pages], the first num_free entries are the free pages
+        self._stack[: self.num_free] = np.arange(num_pages - 1, 0, -1, dtype=np.int32)
+        self._refcount = np.zeros(num_pages, dtype=np.int32)  # [num_pages]
+        self._last_epoch = np.zeros(num_pages, dtype=np.int64)  # [num_pages], latest step that may touch the page
+        self._deferred: list[Int32] = []
+
+    def allocate(self, count: int) -> Int32:
+        """Take `count` pages with reference count 1 each: [count] page ids. Raises `OutOfPages`, taking nothing."""
+        if count < 0:
+            raise ValueError(f"count must not be negative, got {count}")
+        if count > self.num_free:
+            raise OutOfPages(f"{count} pages asked for, {self.num_free} free ({self.num_deferred} deferred)")
+        rest = self.num_free - count
+        pages = self._stack[rest : self.num_free][::-1].copy()
+        self.num_free = rest
+        self._refcount[pages] = 1
+        return pages
+
+    def incref(self, pages: Int32) -> None:
+        """Add a reference to each of `pages`, [n] without duplicates, all referenced by somebody already."""
+        counts = self._refcount[pages]
+        self._require_referenced(pages, counts)
+        self._refcount[pages] = counts + 1
+
+    def decref(self, pages: Int32, epoch: int) -> int:
+        """Drop a reference to each of `pages`, [n] without duplicates, which steps up to `epoch` may still touch.
+
+        Pages that reach 0 are free at once if every epoch named for them is complete, else when it is. Returns how many
+        became free at once.
+        """
+        counts = self._refcount[pages]
+        self._require_referenced(pages, counts)
+        self._refcount[pages] = counts - 1
+        last_epoch = np.maximum(self._last_epoch[pages], epoch)
+        self._last_epoch[pages] = last_epoch
+        gone = counts == 1
+        ready = gone & (last_epoch <= self.completed_epoch)
+        late = pages[gone & ~ready]
+        if len(late):
+            self._deferred.append(late)
+            self.num_deferred += len(late)
+        return self._push(pages[ready])
+
+    def complete(self, epoch: int) -> None:
+        """Steps up to `epoch` are done on the device: what waited for them becomes free."""
+        self.completed_epoch = max(self.completed_epoch, epoch)
+        if not self._deferred:
+            return
+        waiting = np.concatenate(self._deferred)
+        ready = self._last_epoch[waiting] <= self.completed_epoch
+        late = waiting[~ready]
+        self._deferred = [late] if len(late) else []
+        self.num_deferred = len(late)
+        self._push(waiting[ready])
+
+    def refcount(self, pages: Int32) -> Int32:
+        """Reference counts of `pages`: [n]."""
+        return self._refcount[pages]
+
+    def check_integrity(self, held: Int32 | None = None) -> None:
+        """Recompute every invariant; raises `IntegrityError`.
+
+        held: every page reference the pool's users believe they hold, a page once per reference, in any order.
+        """
+        free = self._stack[: self.num_free]
+        deferred = np.concatenate(self._deferred) if self._deferred else np.empty(0, dtype=np.int32)
+        referenced = np.flatnonzero(self._refcount)
+        if self._refcount.min() < 0:
+            raise IntegrityError(f"negative reference counts: pages {np.flatnonzero(self._refcount < 0).tolist()}")
+        if self.num_deferred != len(deferred):
+            raise IntegrityError(f"num_deferred is {self.num_deferred}, but {len(deferred)} pages are deferred")
+        states = np.concatenate((free, deferred, referenced))
+        if states.min(initial=1) < 0 or states.max(initial=0) >= self.num_pages:
+            raise IntegrityError(f"page ids outside 0..{self.num_pages - 1} among {states.tolist()}")
+        times_seen = np.bincount(states, minlength=self.num_pages)
+        if times_seen[DUMMY_PAGE]:
+            raise IntegrityError("the dummy page is free, deferred or referenced")
+        wrong = np.flatnonzero(times_seen[1:] != 1) + 1
+        if len(wrong):
+            raise IntegrityError(
+                f"{len(free)} free + {len(deferred)} deferred + {len(referenced)} referenced pages of "
+                f"{self.num_pages - 1}: pages {wrong.tolist()} are in {times_seen[wrong].tolist()} states instead of 1"
+            )
+        if (self._last_epoch[free] > self.completed_epoch).any():
+            raise IntegrityError(f"a page is free before its last step; {self.completed_epoch} steps are complete")
+        if (self._last_epoch[deferred] <= self.completed_epoch).any():
+            raise IntegrityError(f"a page is deferred past its last step; {self.completed_epoch} steps are complete")
+        if held is not None:
+            expected = np.bincount(held, minlength=self.num_pages)
+            wrong = np.flatnonzero(expected != self._refcount)
+            if len(wrong):
+                raise IntegrityError(
+                    f"pages {wrong.tolist()} have reference counts {self._refcount[wrong].tolist()}, "
+                    f"but their owners hold {expected[wrong].tolist()}"
+                )
+
+    def _push(self, pages: Int32) -> int:
+        count = len(pages)
+        self._stack[self.num_free : self.num_free + count] = pages
+        self.num_free += count
+        return count
+
+    @staticmethod
+    def _require_referenced(pages: Int32, counts: Int32) -> None:
+        if (counts < 1).any():
+            raise IntegrityError(f"pages {pages[counts < 1].tolist()} are not referenced by anybody")

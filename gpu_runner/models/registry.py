@@ -1,0 +1,45 @@
+"""The model families there are, and loading of a model from its path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from asyncengine.errors import StartupError
+from gpu_runner.models.checkpoint import Checkpoint
+from gpu_runner.models.config import ModelConfig
+from gpu_runner.models.decoder import Decoder
+from gpu_runner.models.gguf_file import GGUFFile
+from gpu_runner.models.llama import LLAMA
+from gpu_runner.models.mistral import MISTRAL
+from gpu_runner.models.qwen2 import QWEN2
+from gpu_runner.models.qwen3 import QWEN3
+from gpu_runner.models.safetensors_folder import SafetensorsFolder
+from gpu_runner.models.weights import Progress, load_weights
+
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3)
+
+
+def read_model_config(model_path: str) -> ModelConfig:
+    """What the model is, without reading weights. Raises `StartupError` as `load_model` does."""
+    return _open(model_path).config
+
+
+def load_model(model_path: str, *, device: torch.device, dtype: torch.dtype, progress: Progress) -> Decoder:
+    """The model in `model_path`, a Hugging Face folder or a GGUF file, with weights on `device` as `dtype`.
+
+    progress: called with bytes of the checkpoint read and in total, after each tensor. Raises `StartupError` when the
+    model is missing, damaged, or of a kind that is not supported.
+    """
+    checkpoint = _open(model_path)
+    return Decoder(checkpoint.config, load_weights(checkpoint, device=device, dtype=dtype, progress=progress))
+
+
+def _open(model_path: str) -> Checkpoint:
+    path = Path(model_path)
+    if path.is_dir():
+        return SafetensorsFolder(path, FAMILIES)
+    if path.suffix == ".gguf" and path.is_file():
+        return GGUFFile(path, FAMILIES)
+    raise StartupError(f"{model_path} is neither a model folder nor a .gguf file")

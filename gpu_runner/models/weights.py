@@ -1,0 +1,140 @@
+"""From a checkpoint's tensors to the decoder's: names and shapes checked as a whole, Q, K, V and gate, up fused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from asyncengine.errors import StartupError
+from gpu_runner.models.checkpoint import Checkpoint
+from gpu_runner.models.config import ModelConfig
+from gpu_runner.models.decoder import DecoderWeights, LayerWeights
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes of the checkpoint read so far and in total."""
+
+EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+
+def load_weights(
+    checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype, progress: Progress
+) -> DecoderWeights:
+    """Read every weight onto `device` as `dtype`, one tensor at a time.
+
+    Raises `StartupError` when tensors are missing, have other shapes than the config says, or are not the decoder's.
+    """
+    config = checkpoint.config
+    wanted = expected_shapes(config)
+    _check(checkpoint, wanted)
+    reader = _Reader(checkpoint, wanted, device, dtype, progress)
+    embedding = reader.fused(EMBEDDING)
+    return DecoderWeights(
+        embedding=embedding,
+        layers=tuple(_layer(reader, config, f"model.layers.{index}.") for index in range(config.num_layers)),
+        final_norm=reader.fused(FINAL_NORM),
+        lm_head=embedding if config.tied_embeddings else reader.fused(LM_HEAD),
+    )
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor a checkpoint of this config has, by Hugging Face name."""
+    hidden, middle = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    projections = (
+        ("self_attn.q_proj", q, hidden, config.qkv_bias),
+        ("self_attn.k_proj", kv, hidden, config.qkv_bias),
+        ("self_attn.v_proj", kv, hidden, config.qkv_bias),
+        ("self_attn.o_proj", hidden, q, config.o_bias),
+        ("mlp.gate_proj", middle, hidden, config.mlp_bias),
+        ("mlp.up_proj", middle, hidden, config.mlp_bias),
+        ("mlp.down_proj", hidden, middle, config.mlp_bias),
+    )
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    for name, rows, columns, has_bias in projections:
+        layer[f"{name}.weight"] = (rows, columns)
+        if has_bias:
+            layer[f"{name}.bias"] = (rows,)
+    if config.qk_norm:
+        layer["self_attn.q_norm.weight"] = layer["self_attn.k_norm.weight"] = (config.head_dim,)
+    shapes = {EMBEDDING: (config.vocab_size, hidden), FINAL_NORM: (hidden,)}
+    if not config.tied_embeddings:
+        shapes[LM_HEAD] = (config.vocab_size, hidden)
+    for index in range(config.num_layers):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def _check(checkpoint: Checkpoint, wanted: dict[str, tuple[int, ...]]) -> None:
+    found = checkpoint.shapes
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        raise StartupError(f"{checkpoint.source} lacks {len(missing)} tensors of the model, first {missing[0]}")
+    # Some files repeat what follows from the config: the rotary frequencies, and the head where it is the embedding.
+    extra = [
+        name for name in found if name not in wanted and name != LM_HEAD and not name.endswith("rotary_emb.inv_freq")
+    ]
+    if extra:
+        raise StartupError(f"{checkpoint.source} has {len(extra)} tensors the model does not know, first {extra[0]}")
+    for name, shape in wanted.items():
+        if found[name] != shape:
+            raise StartupError(f"{checkpoint.source}: {name} has shape {found[name]}, the config says {shape}")
+
+
+def _layer(reader: _Reader, config: ModelConfig, prefix: str) -> LayerWeights:
+    def fused(used: bool, kind: str, *names: str) -> Tensor | None:
+        return reader.fused(*(f"{prefix}{name}.{kind}" for name in names)) if used else None
+
+    def weight(*names: str) -> Tensor:
+        return reader.fused(*(f"{prefix}{name}.weight" for name in names))
+
+    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    gate_up = ("mlp.gate_proj", "mlp.up_proj")
+    return LayerWeights(
+        input_norm=weight("input_layernorm"),
+        qkv=weight(*qkv),
+        qkv_bias=fused(config.qkv_bias, "bias", *qkv),
+        q_norm=fused(config.qk_norm, "weight", "self_attn.q_norm"),
+        k_norm=fused(config.qk_norm, "weight", "self_attn.k_norm"),
+        o=weight("self_attn.o_proj"),
+        o_bias=fused(config.o_bias, "bias", "self_attn.o_proj"),
+        post_attention_norm=weight("post_attention_layernorm"),
+        gate_up=weight(*gate_up),
+        gate_up_bias=fused(config.mlp_bias, "bias", *gate_up),
+        down=weight("mlp.down_proj"),
+        down_bias=fused(config.mlp_bias, "bias", "mlp.down_proj"),
+    )
+
+
+class _Reader:
+    """Copies tensors to their place and counts the bytes."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        wanted: dict[str, tuple[int, ...]],
+        device: torch.device,
+        dtype: torch.dtype,
+        progress: Progress,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._shapes = wanted
+        self._device, self._dtype = device, dtype
+        self._progress = progress
+        self._done = 0
+        self._total = sum(checkpoint.stored_bytes(name) for name in wanted)
+
+    def fused(self, *names: str) -> Tensor:
+        """The named tensors, one after another along the first dimension, in new contiguous memory."""
+        shapes = [self._shapes[name] for name in names]
+        rows = [shape[0] for shape in shapes]
+        out = torch.empty((sum(rows), *shapes[0][1:]), dtype=self._dtype, device=self._device)
+        for name, part in zip(names, torch.split(out, rows), strict=True):
+            part.copy_(self._checkpoint.read(name))
+            self._done += self._checkpoint.stored_bytes(name)
+            self._progress(self._done, self._total)
+        return out

@@ -1,0 +1,84 @@
+"""The decision of one step as data: what `Scheduler.plan()` returns and an executor acts on.
+
+Columnar and self-contained: given the device state that earlier plans left, a plan's arrays say everything a device
+needs, so another process could execute the step from a copy of its bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+UInt8 = NDArray[np.uint8]
+Bool = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class StartRows:
+    """Slots that begin (or resume) in a step; their device state is set before the step runs. S rows.
+
+    limit: total tokens (prompt + output) at which the row ends with LENGTH. min_tokens_until: while a sampled token's
+    index in the sequence is below this, `stop_ids` cannot be sampled. stop_ids: -1 pads.
+    """
+
+    slot: Int32  # [S]
+    temperature: NDArray[np.float32]  # [S], 0 = greedy
+    top_k: Int32  # [S], 0 = off
+    top_p: NDArray[np.float32]  # [S], 1 = off
+    min_p: NDArray[np.float32]  # [S], 0 = off
+    seed: NDArray[np.int64]  # [S]
+    limit: Int32  # [S]
+    min_tokens_until: Int32  # [S]
+    stop_ids: Int32  # [S, MAX_STOP_IDS]
+
+    def __len__(self) -> int:
+        return len(self.slot)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step over R rows: `num_decode_rows` decode rows first, then the prefill rows.
+
+    A decode row's one input token is the slot's last sampled token, which only the device knows yet. A prefill row's
+    `row_len` input tokens are its share of `prefill_tokens`, rows concatenated. Row i's tokens take the positions
+    `row_start[i] .. row_start[i] + row_len[i] - 1`; where `row_samples`, a token is sampled after the last of them and
+    becomes token number `row_start + row_len` (from 0) of the sequence. Page-table writes apply before the step.
+    """
+
+    step: int
+    bucket: int  # token count the step is run at, >= num_tokens
+    num_decode_rows: int
+    row_slot: Int32  # [R]
+    row_gen: Int32  # [R], the slot's generation; results of an older one are dropped
+    row_start: Int32  # [R]
+    row_len: Int32  # [R]
+    row_samples: Bool  # [R]
+    prefill_tokens: Int32  # [sum of prefill rows' row_len]
+    page_slot: Int32  # [U], page_table[page_slot, page_index] = page_id
+    page_index: Int32  # [U]
+    page_id: Int32  # [U]
+    start: StartRows
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.row_slot)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decode_rows + len(self.prefill_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came back of one step, row for row of its plan.
+
+    tokens: the sampled token; -1 where the row sampled none, or had already ended on the device (an overshoot row).
+    finish: a `Finish` (NONE, STOP or LENGTH) decided on the device.
+    """
+
+    step: int
+    tokens: Int32  # [R]
+    finish: UInt8  # [R]

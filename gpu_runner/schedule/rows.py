@@ -1,0 +1,141 @@
+"""Rows and their memory: how a request takes a slot and pages, shares what it computed, and gives everything back."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from asyncengine.config import PAGE_SIZE
+from gpu_runner.kvcache.pages import PagePool
+from gpu_runner.kvcache.radix import RadixTree
+from gpu_runner.schedule.plan import Int32
+from gpu_runner.schedule.queues import Request
+from gpu_runner.schedule.slots import Slots, State
+
+
+class Rows:
+    """Slots, page pool and prefix tree, changed together.
+
+    A row holds one reference on each of its pages and a lock on the tree node that ends its cached prefix. Whatever it
+    gives up carries the row's last step as its epoch: pages become free when that step is done on the device.
+    `caching` False: what a row computed is forgotten when it ends (while it runs, its namespace still shares it).
+    """
+
+    def __init__(self, *, num_slots: int, max_model_len: int, num_pages: int, caching: bool) -> None:
+        self.slots = Slots(num_slots, max_model_len)
+        self.pool = PagePool(num_pages)
+        self.tree = RadixTree(self.pool)
+        self.caching = caching
+        self._admissions = 0
+
+    @property
+    def usable_tokens(self) -> int:
+        """Tokens the whole KV cache holds."""
+        return (self.pool.num_pages - 1) * PAGE_SIZE
+
+    def missing_pages(self, count: int) -> int:
+        """How many of `count` pages cannot be had now, after evicting cached prefixes as far as needed."""
+        if count > self.pool.num_free:
+            self.tree.evict(count - self.pool.num_free)
+        return max(0, count - self.pool.num_free)
+
+    def start(self, request: Request, *, watermark: int) -> Int32 | None:
+        """Give a waiting request a slot and pages for all its known tokens, the cached prefix's among them.
+
+        Returns all its page ids, or None when it has to wait: no slot, fewer than `watermark` pages would be left, or
+        its own last step is still on the device.
+        """
+        slots = self.slots
+        resumed = request.slot >= 0
+        if resumed and slots.last_step[request.slot] > self.pool.completed_epoch:
+            return None
+        if not resumed and not slots.num_free:
+            return None
+        tokens = slots.tokens[request.slot, : slots.known[request.slot]] if resumed else request.prompt
+        match = self.tree.match(request.namespace, tokens[:-1])  # the last token must be computed to sample after it
+        cached = len(match.pages)
+        needed = -(-len(tokens) // PAGE_SIZE) - cached
+        self.tree.lock(match.node)
+        fits = needed + watermark <= self.pool.num_free + self.tree.num_evictable
+        if not fits or self.missing_pages(needed):
+            self.tree.unlock(match.node, self.pool.completed_epoch)
+            return None
+        slot = request.slot if resumed else slots.take(request)
+        self.pool.incref(match.pages)
+        pages = np.concatenate([match.pages, self.pool.allocate(needed)])
+        slots.page_table[slot, : len(pages)] = pages
+        slots.num_pages[slot] = len(pages)
+        slots.node[slot] = match.node
+        slots.computed[slot] = cached * PAGE_SIZE
+        slots.state[slot] = State.PREFILL
+        slots.admitted[slot] = self._admissions
+        self._admissions += 1
+        if not resumed:
+            slots.cached_tokens[slot] = cached * PAGE_SIZE
+        return pages
+
+    def grow(self, rows: Int32) -> tuple[Int32, Int32]:
+        """Give each row one more page; returns (page-table index, page id) of each. The pages must be free."""
+        slots = self.slots
+        pages = self.pool.allocate(len(rows))
+        indices = slots.num_pages[rows]
+        slots.page_table[rows, indices] = pages
+        slots.num_pages[rows] += 1
+        return indices, pages
+
+    def share(self, slot: int) -> None:
+        """Put the row's computed full pages into the prefix tree, and hold them there."""
+        slots = self.slots
+        node, request = slots.node[slot], slots.request[slot]
+        assert node is not None
+        assert request is not None
+        # While a row decodes, the K/V of its newest token may not be there yet (or never, if it has just ended).
+        valid = int(min(slots.computed[slot], slots.known[slot] - (slots.state[slot] != State.PREFILL)))
+        full = valid // PAGE_SIZE
+        if not full:
+            return
+        tokens = slots.tokens[slot, : full * PAGE_SIZE]
+        longer = self.tree.insert(request.namespace, tokens, slots.page_table[slot, :full])
+        if longer is not node:
+            self.tree.lock(longer)
+            self.tree.unlock(node, int(slots.last_step[slot]))
+            slots.node[slot] = longer
+
+    def give_up_pages(self, slot: int) -> None:
+        """Drop the row's pages; what `share` put into the tree stays there until it is evicted."""
+        slots = self.slots
+        node = slots.node[slot]
+        assert node is not None
+        epoch = int(slots.last_step[slot])
+        self.tree.unlock(node, epoch)
+        self.pool.decref(slots.pages(slot), epoch)
+        slots.node[slot] = None
+        slots.num_pages[slot] = slots.computed[slot] = 0
+
+    def retract(self, slot: int) -> Request:
+        """Take the row's pages away but not its slot; its request can be started again and continues exactly."""
+        request = self.slots.request[slot]
+        assert request is not None
+        self.share(slot)
+        self.give_up_pages(slot)
+        self.slots.state[slot] = State.RETRACTED
+        request.preemptions += 1
+        return request
+
+    def end(self, slot: int) -> None:
+        """The row is over: cache what it computed, give everything back."""
+        slots = self.slots
+        request = slots.request[slot]
+        assert request is not None
+        if slots.state[slot] != State.RETRACTED:
+            if self.caching:
+                self.share(slot)
+            self.give_up_pages(slot)
+        if not self.caching:
+            self.tree.drop_namespace(request.namespace)
+        slots.release(slot)
+
+    def check_integrity(self) -> None:
+        self.slots.check_integrity()
+        self.tree.check_integrity()
+        held = [self.slots.pages(slot) for slot in range(self.slots.num_slots)]
+        self.pool.check_integrity(np.concatenate([*held, self.tree.pages_held()]))

@@ -1,0 +1,110 @@
+"""Everything the scheduler knows about rows, as arrays indexed by slot."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncengine.config import PAGE_SIZE
+from gpu_runner.kvcache.radix import Node
+from gpu_runner.schedule.plan import Int32
+from gpu_runner.schedule.queues import Request
+
+
+class State(IntEnum):
+    """A slot's life: FREE -> PREFILL -> DECODE -> DRAINING -> FREE.
+
+    DRAINING: its last token is being computed, so no further step will hold it. RETRACTED: it lost its pages while it
+    prefilled or decoded, and waits to prefill again.
+    """
+
+    FREE = 0
+    PREFILL = 1
+    DECODE = 2
+    DRAINING = 3
+    RETRACTED = 4
+
+
+class Slots:
+    """Structure of arrays over `num_slots` rows.
+
+    Token counts of a row (its sequence is prompt + output):
+        prompt_len <= known      ids the host knows: prompt and the output of collected steps
+        computed                 positions whose K/V the launched steps leave in the cache
+        known - 1 <= computed    once decoding; computed runs ahead of known by the steps in flight
+    """
+
+    def __init__(self, num_slots: int, max_model_len: int) -> None:
+        self.num_slots = num_slots
+        self.max_model_len = max_model_len
+        self.pages_per_seq = -(-max_model_len // PAGE_SIZE)
+        self.state = np.zeros(num_slots, np.uint8)
+        self.gen: Int32 = np.zeros(num_slots, np.int32)
+        self.prompt_len: Int32 = np.zeros(num_slots, np.int32)
+        self.known: Int32 = np.zeros(num_slots, np.int32)
+        self.computed: Int32 = np.zeros(num_slots, np.int32)
+        self.limit: Int32 = np.zeros(num_slots, np.int32)
+        self.cached_tokens: Int32 = np.zeros(num_slots, np.int32)
+        self.num_pages: Int32 = np.zeros(num_slots, np.int32)
+        self.opened = np.zeros(num_slots, np.bool_)
+        self.priority: Int32 = np.zeros(num_slots, np.int32)
+        self.admitted = np.zeros(num_slots, np.int64)  # order of (re-)admission
+        self.last_step = np.zeros(num_slots, np.int64)  # the latest step that holds the row
+        # Virtual memory until used: a row costs what it holds, not max_model_len.
+        self.tokens: Int32 = np.zeros((num_slots, max_model_len), np.int32)
+        self.page_table: Int32 = np.zeros((num_slots, self.pages_per_seq), np.int32)
+        self.request: list[Request | None] = [None] * num_slots
+        self.node: list[Node | None] = [None] * num_slots  # the locked radix node that ends the row's cached prefix
+        self._free = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, request: Request) -> int:
+        """Give a request that never ran a slot and copy its prompt in."""
+        slot = self._free.pop()
+        prompt_len = len(request.prompt)
+        request.slot = slot
+        self.request[slot] = request
+        self.prompt_len[slot] = self.known[slot] = prompt_len
+        self.tokens[slot, :prompt_len] = request.prompt
+        self.limit[slot] = request.limit
+        self.priority[slot] = request.params.priority
+        self.cached_tokens[slot] = 0
+        self.opened[slot] = False
+        return slot
+
+    def release(self, slot: int) -> None:
+        """Free the slot; its generation moves on, so whatever still arrives for the old one is recognised."""
+        self.state[slot] = State.FREE
+        self.gen[slot] += 1
+        self.num_pages[slot] = 0
+        self.request[slot] = None
+        self.node[slot] = None
+        self._free.append(slot)
+
+    def pages(self, slot: int) -> NDArray[np.int32]:
+        """The row's page ids in order, a view."""
+        return self.page_table[slot, : self.num_pages[slot]]
+
+    def check_integrity(self) -> None:
+        free = set(self._free)
+        assert len(free) == len(self._free), "a slot is on the free list twice"
+        for slot in range(self.num_slots):
+            state = State(self.state[slot])
+            assert (slot in free) == (state == State.FREE), f"slot {slot} is {state.name}"
+            assert (self.request[slot] is None) == (state == State.FREE)
+            if state == State.FREE:
+                assert self.num_pages[slot] == 0
+                continue
+            request = self.request[slot]
+            assert request is not None
+            assert request.slot == slot
+            assert self.prompt_len[slot] <= self.known[slot] <= self.limit[slot]
+            assert np.array_equal(self.tokens[slot, : len(request.prompt)], request.prompt)
+            assert self.computed[slot] <= self.num_pages[slot] * PAGE_SIZE, f"slot {slot} computed beyond its pages"
+            if state == State.RETRACTED:
+                assert self.num_pages[slot] == 0

@@ -1,0 +1,115 @@
+"""A stand-in for the engine: answers by script, and remembers what it was asked and who left early."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from asyncengine.engine import EngineInfo, Health
+from asyncengine.errors import EngineError, InvalidRequestError
+from asyncengine.sampling import SamplingParams
+from asyncengine.streams import ChatPrompt, Delta
+
+MODEL = "org/fake-model"
+VOCAB_SIZE = 1000
+PIECES = ("Hel", "", "lo ", "👩‍👧", '\n"x"\\')
+ANSWER = "".join(PIECES)
+
+
+class FakeBackend:
+    """Every choice yields `pieces`, one token each, its own number put before the first; then it ends with "stop", or
+    with "length" at `max_tokens`. Prompts are counted by character, id or message; all but one token are cached.
+
+    refusal: raised at the first iteration. failure: raised after `fail_after` deltas. hold_after: after so many deltas
+    of a stream, wait until the stream is closed.
+    """
+
+    def __init__(self) -> None:
+        self.info = EngineInfo(
+            model=MODEL,
+            model_path="/nowhere",
+            architecture="llama",
+            device="cpu",
+            dtype="float32",
+            vocab_size=VOCAB_SIZE,
+            max_model_len=4096,
+            num_pages=1,
+            weight_bytes=1,
+            kv_cache_bytes=1,
+            has_chat_template=True,
+        )
+        self.health = Health(state="ready")
+        self.pieces: Sequence[str] = PIECES
+        self.refusal: EngineError | None = None
+        self.failure: Exception | None = None
+        self.fail_after = 0
+        self.hold_after: int | None = None
+        self.finish: tuple[str, int | str | None] = ("stop", None)
+        self.calls: list[tuple[str | Sequence[int] | ChatPrompt, SamplingParams]] = []
+        self.completed = 0
+        self.left_early = 0
+
+    @property
+    def open(self) -> int:
+        return len(self.calls) - self.completed - self.left_early
+
+    async def generate(
+        self, prompt: str | Sequence[int] | ChatPrompt, params: SamplingParams | None = None, *, namespace: str = ""
+    ) -> AsyncIterator[Delta]:
+        params = params or SamplingParams()
+        self.calls.append((prompt, params))
+        try:
+            size = self._check(prompt)
+            await asyncio.sleep(0)
+            sent = 0
+            for step, piece in enumerate(self.pieces):
+                for index in range(params.n):
+                    if self.failure is not None and sent == self.fail_after:
+                        raise self.failure
+                    if sent == self.hold_after:
+                        await asyncio.Event().wait()
+                    text = f"{index}:{piece}" if step == 0 else piece
+                    yield self._delta(index, text, step + 1, size, params)
+                    sent += 1
+                if step + 1 == params.max_tokens:
+                    break
+                await asyncio.sleep(0)
+        except (GeneratorExit, asyncio.CancelledError):
+            self.left_early += 1
+            raise
+        except Exception:
+            self.completed += 1
+            raise
+        self.completed += 1
+
+    def _delta(self, index: int, text: str, count: int, size: int, params: SamplingParams) -> Delta:
+        finish: str | None = None
+        stop_reason: int | str | None = None
+        if count == len(self.pieces):
+            finish, stop_reason = self.finish
+        elif count == params.max_tokens:
+            finish = "length"
+        return Delta(
+            index=index,
+            text=text,
+            token_ids=[100 + count],
+            prompt_tokens=size,
+            cached_tokens=size - 1,
+            completion_tokens=count,
+            finish_reason=finish,
+            stop_reason=stop_reason,
+        )
+
+    def _check(self, prompt: str | Sequence[int] | ChatPrompt) -> int:
+        if self.refusal is not None:
+            raise self.refusal
+        if isinstance(prompt, ChatPrompt):
+            return len(prompt.messages)
+        if len(prompt) == 0:
+            raise InvalidRequestError("the prompt has no tokens", param="prompt")
+        for position, token in enumerate(prompt):
+            if isinstance(token, int) and token >= VOCAB_SIZE:
+                raise InvalidRequestError(
+                    f"prompt[{position}] is {token}, the vocabulary has {VOCAB_SIZE}", param="prompt"
+                )
+        return len(prompt)

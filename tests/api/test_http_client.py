@@ -1,0 +1,109 @@
+"""`AsyncClient` gives over HTTP what the engine gives in process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import pytest
+from api_server import Server, eventually
+from fake_backend import FakeBackend
+
+from asyncengine.client import AsyncClient
+from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError
+from asyncengine.sampling import SamplingParams
+from asyncengine.streams import ChatPrompt
+
+PROMPTS = ["abc", [1, 2, 3], ChatPrompt(messages=[{"role": "user", "content": "hi"}])]
+PARAMS = SamplingParams(
+    n=2,
+    max_tokens=4,
+    min_tokens=1,
+    temperature=0.5,
+    top_k=3,
+    top_p=0.9,
+    min_p=0.05,
+    seed=-7,
+    stop=("x", "\n"),
+    stop_token_ids=(5,),
+    ignore_eos=True,
+    skip_special_tokens=False,
+    include_stop_str_in_output=True,
+    priority=-2,
+)
+
+
+@pytest.fixture
+async def client(server: Server) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(server.url) as client:
+        yield client
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("params", [None, PARAMS])
+async def test_deltas_and_parameters_survive_the_trip(
+    client: AsyncClient, backend: FakeBackend, prompt: str | list[int] | ChatPrompt, params: SamplingParams | None
+) -> None:
+    backend.finish = ("stop", "x")
+    direct = [delta async for delta in backend.generate(prompt, params)]
+    over_http = [delta async for delta in client.generate(prompt, params)]
+    assert over_http == direct
+    assert backend.calls[1] == (prompt, params or SamplingParams())
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize(
+    "error", [InvalidRequestError("no", code="c", param="p"), OverloadedError("full"), EngineDeadError("dead")]
+)
+async def test_refusals_keep_their_type(
+    client: AsyncClient, backend: FakeBackend, prompt: str | list[int] | ChatPrompt, error: EngineError
+) -> None:
+    backend.refusal = error
+    with pytest.raises(type(error)) as raised:
+        await anext(client.generate(prompt))
+    assert (raised.value.message, raised.value.code, raised.value.param) == (error.message, error.code, error.param)
+
+
+async def test_a_death_in_mid_stream_raises_after_the_deltas(client: AsyncClient, backend: FakeBackend) -> None:
+    backend.failure, backend.fail_after = EngineDeadError("gpu_runner died"), 2
+    texts = []
+    with pytest.raises(EngineDeadError, match="gpu_runner died"):  # noqa: PT012 - the loop is what raises
+        async for delta in client.generate("a"):
+            texts.append(delta.text)
+    assert texts == ["0:Hel", ""]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+async def test_leaving_early_aborts_the_request(
+    client: AsyncClient, backend: FakeBackend, prompt: str | list[int] | ChatPrompt
+) -> None:
+    backend.hold_after = 1
+    async with aclosing(client.generate(prompt)) as deltas:
+        assert (await anext(deltas)).text == "0:Hel"
+    await eventually(lambda: backend.left_early == 1)
+    backend.hold_after = None
+    assert len([delta async for delta in client.generate(prompt)]) == 5
+
+
+async def test_a_very_long_delta_arrives_whole(client: AsyncClient, backend: FakeBackend) -> None:
+    backend.pieces = ("é\n" * 500_000,)
+    assert [delta.text async for delta in client.generate("a")] == ["0:" + "é\n" * 500_000]
+
+
+async def test_another_models_name_is_refused(server: Server) -> None:
+    async with AsyncClient(server.url + "/", model="other") as client:
+        with pytest.raises(InvalidRequestError) as error:
+            await anext(client.generate("a"))
+    assert error.value.code == "model_not_found"
+
+
+async def test_an_absent_server_is_told_with_its_address() -> None:
+    async with AsyncClient("http://127.0.0.1:9") as client:
+        with pytest.raises(EngineError, match=r"^no answer from http://127\.0\.0\.1:9: ") as error:
+            await anext(client.generate("a"))
+    assert error.value.code == "connection_error"
+
+
+async def test_a_client_must_be_opened() -> None:
+    with pytest.raises(EngineError, match="is not open"):
+        await anext(AsyncClient("http://127.0.0.1:9").generate("a"))

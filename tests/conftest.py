@@ -1,0 +1,70 @@
+"""What holds for every test: no network, few threads, the same random examples each time, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# Set before any test imports torch or a hub client, and inherited by the processes that tests start.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+settings.register_profile("deterministic", derandomize=True, deadline=None, database=None)
+settings.load_profile("deterministic")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked `gpu` where there is none; torch is imported only if there is such a test to decide on."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Give the session a temporary directory of its own; after the last test it holds no run directory, and no process
+    that a test started still runs."""
+    temporary = tmp_path_factory.mktemp("tmp")
+    previous, previous_environ = tempfile.tempdir, os.environ.get("TMPDIR")
+    tempfile.tempdir = os.environ["TMPDIR"] = str(temporary)
+    yield
+    tempfile.tempdir = previous
+    if previous_environ is None:
+        del os.environ["TMPDIR"]
+    else:
+        os.environ["TMPDIR"] = previous_environ
+
+    deadline = time.monotonic() + 5
+    while (children := running_children()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not children, f"tests left processes running: {children}"
+    run_dirs = sorted(path.name for path in temporary.glob("asyncengine-*"))
+    assert not run_dirs, f"tests left run directories: {run_dirs}"
+
+
+def running_children() -> list[str]:
+    """Command lines of this process's children that have not ended; empty where there is no /proc."""
+    found = []
+    for children in Path("/proc/self/task").glob("*/children"):
+        for pid in children.read_text().split():
+            try:
+                command = (
+                    Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                )
+            except FileNotFoundError:
+                continue
+            # An ended child that was not waited for has no command line; the tracker of shared memory ends with us.
+            if command and "multiprocessing.resource_tracker" not in command:
+                found.append(command)
+    return found

@@ -1,0 +1,134 @@
+"""The detokenizer's neighbours as test doubles on the real pipes: gpu_runner on one side, API workers on the other."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from asyncengine.wire.messages import (
+    Deltas,
+    DetokenizeOptions,
+    Finish,
+    Open,
+    StepFrame,
+    ToEngine,
+    ToRunnerControl,
+)
+from asyncengine.wire.pipes import Pipes, Receiver
+
+WAIT_MS = 10_000
+
+
+class Piece(NamedTuple):
+    """One request's entry of one `Deltas` message."""
+
+    rid: int
+    text: str
+    ids: list[int]
+    finish: int
+    stop_reason: int
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class Row(NamedTuple):
+    """One row of a step frame."""
+
+    slot: int
+    gen: int
+    token: int
+    finish: Finish = Finish.NONE
+
+
+class Ring:
+    def __init__(self, run_dir: Path, *, api_workers: int = 1) -> None:
+        self.pipes = Pipes(run_dir)
+        self.control = self.pipes.receiver("runner.control", ToRunnerControl)
+        self._frames = self.pipes.sender("detokenizer.0")
+        self._engines = [self.engine(index) for index in range(api_workers)]
+        self._step = 0
+
+    def engine(self, index: int) -> Receiver:
+        """The reading end of API worker `index`."""
+        return self.pipes.receiver(f"engine.{index}", ToEngine)
+
+    def send(self, *rows: Row, opens: tuple[Open, ...] = ()) -> None:
+        self._step += 1
+        self._frames.send(
+            StepFrame(
+                self._step,
+                array("i", [row.slot for row in rows]).tobytes(),
+                array("i", [row.gen for row in rows]).tobytes(),
+                array("i", [row.token for row in rows]).tobytes(),
+                bytes([row.finish for row in rows]),
+                opens,
+            )
+        )
+
+    def receive(self, index: int = 0) -> list[Piece]:
+        """The entries of the next message for API worker `index`."""
+        return pieces(receive_one(self._engines[index]))
+
+    def silent(self, index: int = 0) -> bool:
+        """True when nothing more has come for API worker `index`."""
+        return not self._engines[index].wait(20)
+
+    def stop_hits(self, count: int) -> list[msgspec.Struct]:
+        return [receive_one(self.control) for _ in range(count)]
+
+
+def receive_one(receiver: Receiver) -> msgspec.Struct:
+    assert receiver.wait(WAIT_MS), "nothing arrived"
+    (message,) = receiver.drain(1)
+    return message
+
+
+def pieces(message: msgspec.Struct) -> list[Piece]:
+    assert isinstance(message, Deltas)
+    rids = memoryview(message.rids).cast("Q").tolist()
+    column: Callable[[bytes], list[int]] = lambda data: memoryview(data).cast("i").tolist()  # noqa: E731
+    text_ends, ids, ids_ends = column(message.text_ends), column(message.ids), column(message.ids_ends)
+    assert len(set(rids)) == len(rids) == len(text_ends) == len(ids_ends) == len(message.finish)
+    return [
+        Piece(
+            rid,
+            message.text[text_start:text_end].decode(),
+            ids[ids_start:ids_end],
+            finish,
+            stop_reason,
+            prompt_tokens,
+            cached_tokens,
+        )
+        for rid, text_start, text_end, ids_start, ids_end, finish, stop_reason, prompt_tokens, cached_tokens in zip(
+            rids,
+            [0, *text_ends],
+            text_ends,
+            [0, *ids_ends],
+            ids_ends,
+            message.finish,
+            column(message.stop_reason),
+            column(message.prompt_tokens),
+            column(message.cached_tokens),
+            strict=False,
+        )
+    ]
+
+
+def opened(
+    slot: int,
+    gen: int,
+    rid: int,
+    *,
+    stop: tuple[str, ...] = (),
+    skip_special_tokens: bool = True,
+    include_stop: bool = False,
+    prompt_tail: tuple[int, ...] = (),
+    prompt_tokens: int = 5,
+    cached_tokens: int = 0,
+) -> Open:
+    options = DetokenizeOptions(stop, skip_special_tokens, include_stop, array("i", prompt_tail).tobytes())
+    return Open(slot, gen, rid, msgspec.msgpack.encode(options), prompt_tokens, cached_tokens)

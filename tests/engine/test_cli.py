@@ -1,0 +1,259 @@
+"""The `asyncengine` command, run as a user runs it, with the scripted runner in place of a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from asyncengine.cli import build_parser, engine_config, main, ready_text
+from asyncengine.config import EngineConfig
+
+TESTS = Path(__file__).parents[1]
+IMPORT_LIMIT_US = 100_000
+
+
+class Command:
+    """A running `asyncengine` with its own temporary directory and, below it, its run directory."""
+
+    def __init__(self, tmp_path: Path, *args: str, **script: object) -> None:
+        self.tmp_path = tmp_path
+        env = os.environ | {
+            "PYTHONPATH": str(TESTS),
+            "TMPDIR": str(tmp_path),
+            "ASYNCENGINE_SCRIPT": json.dumps(script),
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "support.scripted_cli", *args],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def read_until(self, pattern: str) -> re.Match[str]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if match := re.search(pattern, line):
+                return match
+        raise AssertionError(f"the output ended without {pattern!r}: {self.finish()}")
+
+    def children(self) -> list[int]:
+        listing = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [int(pid) for pid in listing.split()]
+
+    def finish(self, stdin: str = "") -> tuple[int, str, str]:
+        """Exit code, rest of stdout, stderr; and nothing is left of it."""
+        out, err = self.process.communicate(stdin, timeout=30)
+        assert [*self.tmp_path.iterdir()] == []
+        return self.process.returncode, out, err
+
+
+@contextmanager
+def running(tmp_path: Path, *args: str, **script: object) -> Iterator[Command]:
+    command = Command(tmp_path, *args, **script)
+    try:
+        yield command
+    finally:
+        command.process.kill()
+        command.process.communicate()
+
+
+def all_gone(pids: list[int]) -> bool:
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def ask(url: str) -> str:
+    body = json.dumps({"prompt": "one two three", "max_tokens": 20}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=20) as response:
+        text: str = json.load(response)["choices"][0]["text"]
+        return text
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_answers_until_a_signal_and_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    with running(tmp_path, "serve", "--port", "0", "--device", "cpu") as command:
+        url = command.read_until(r"Ready: SmolLM2-135M-Instruct at (\S+)")[1]
+        children = command.children()
+        assert len(children) == 3
+        assert ask(url) == "one two three"
+        command.process.send_signal(number)
+        code, _, err = command.finish()
+    assert code == 0
+    assert all_gone(children)
+    assert re.search(r"gpu_runner +loading weights +\d+\.\d\d s", err)
+    assert "Traceback" not in err
+
+
+def test_a_signal_during_the_start_leaves_nothing(tmp_path: Path) -> None:
+    with running(tmp_path, "serve", "--port", "0") as command:
+        deadline = time.monotonic() + 20
+        while len(command.children()) < 3 and time.monotonic() < deadline:
+            time.sleep(0.005)
+        children = command.children()
+        command.process.terminate()
+        code, out, err = command.finish()
+    assert (code, out) == (0, "")
+    assert all_gone(children)
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("args", "script", "sentence"),
+    [
+        (["/nowhere/model.gguf"], {}, "there is no model file or folder at /nowhere/model.gguf"),
+        ([], {"refuse_start": "one page needs 3 GB and 2 GB are free"}, "one page needs 3 GB and 2 GB are free"),
+        (["--max-num-seqs", "0"], {}, "max_num_seqs must be from 1 to 8192, got 0"),
+        (["--chat-template", "/nowhere.jinja"], {}, "cannot read the chat template /nowhere.jinja: "),
+        (["--host", "0.0.0.0"], {}, "refusing to listen on 0.0.0.0: "),
+        (["--port", "70000"], {}, "--port must be from 0 to 65535, got 70000"),
+    ],
+)
+def test_a_start_that_fails_is_one_line_and_code_1(
+    tmp_path: Path, args: list[str], script: dict[str, object], sentence: str
+) -> None:
+    with running(tmp_path, "serve", "--port", "0", *args, **script) as command:
+        code, out, err = command.finish()
+    *progress, last = err.splitlines()
+    assert (code, out) == (1, "")
+    assert last.startswith(f"asyncengine: {sentence}")
+    assert all(re.search(r"\d s$", line) for line in progress)
+
+
+def test_a_port_in_use_is_one_line_and_code_1(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with running(tmp_path, "serve", "--port", str(port)) as command:
+            code, out, err = command.finish()
+    assert (code, out) == (1, "")
+    assert err == f"asyncengine: cannot listen on 127.0.0.1 port {port}: Address already in use\n"
+
+
+def test_a_chat_streams_answers_and_remembers_the_conversation(tmp_path: Path) -> None:
+    with running(tmp_path, "chat", "--system", "S", "--temperature", "0") as command:
+        code, out, err = command.finish("first\n\n/clear\nsecond\n/exit\n")
+    assert code == 0
+    answers = re.findall(r"system\nS\nuser\n(.*)\nassistant\n", out)
+    assert answers == ["first", "second"]
+    assert len(re.findall(r"first token after \d+\.\d\d s, \d+ tokens", out)) == 2
+    assert "Traceback" not in err
+
+
+def test_a_chat_over_http_is_the_same_and_a_lost_server_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "server").mkdir()
+    (tmp_path / "chat").mkdir()
+    with running(tmp_path / "server", "serve", "--port", "0") as server:
+        url = server.read_until(r"Ready: \S+ at (\S+)")[1]
+        with running(tmp_path / "chat", "chat", "--url", url, "--max-tokens", "500") as command:
+            code, out, _ = command.finish("first\nsecond\n")
+        assert code == 0
+        assert "user\nfirst\nassistant\n" in out
+        assert re.search(r"first token after \d+\.\d\d s, \d+ tokens", out)
+        server.process.terminate()
+        assert server.finish()[0] == 0
+    with running(tmp_path / "chat", "chat", "--url", url) as command:
+        code, out, err = command.finish()
+    assert (code, out) == (1, "")
+    assert err.startswith(f"asyncengine: there is no usable server at {url}/v1: ")
+    assert err.count("\n") == 1
+
+
+def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(tmp_path: Path) -> None:
+    endless = {"tokens": [40] * 8000, "step_ms": 5}
+    with running(tmp_path, "chat", "--max-tokens", "4000", **endless) as command:
+        assert command.process.stdin is not None
+        assert command.process.stdout is not None
+        command.process.stdin.write("go\n")
+        command.process.stdin.flush()
+        command.read_until("leaves")
+        assert command.process.stdout.read(3)
+        command.process.send_signal(signal.SIGINT)
+        code, out, err = command.finish("/exit\n")
+    assert code == 0
+    assert "stopped; first token after" in out
+    assert "Traceback" not in err
+
+
+def test_options_become_the_configuration(tmp_path: Path) -> None:
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ messages }}")
+    args = "serve org/name --no-enable-prefix-caching --max-num-seqs 8 --dtype float32 --scheduling-policy shortest"
+    parsed = build_parser().parse_args([*args.split(), "--chat-template", str(template), "--kv-cache-tokens", "4096"])
+    assert engine_config(parsed) == EngineConfig(
+        model="org/name",
+        enable_prefix_caching=False,
+        max_num_seqs=8,
+        dtype="float32",
+        scheduling_policy="shortest",
+        chat_template="{{ messages }}",
+        kv_cache_tokens=4096,
+    )
+    assert engine_config(build_parser().parse_args(["chat"])) == EngineConfig()
+
+
+def test_the_ready_line_holds_a_command_that_a_shell_can_run() -> None:
+    text = ready_text("it's/a model", "::1", 8000)
+    assert "Ready: it's/a model at http://[::1]:8000\n" in text
+    echoed = subprocess.run(
+        ["sh", "-c", text.split("\n", 1)[1].replace("curl", "printf '%s\\n'")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(echoed.stdout.splitlines()[-1])["model"] == "it's/a model"
+
+
+def test_help_needs_no_heavy_import(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as it:
+        main(["serve", "--help"])
+    assert it.value.code == 0
+    assert "--max-num-batched-tokens" in capsys.readouterr().out
+    loaded = modules_after("import asyncengine.cli; asyncengine.cli.build_parser()")
+    assert not loaded & {"torch", "numpy", "aiohttp", "uvloop", "huggingface_hub", "tqdm", "zmq"}
+
+
+def test_importing_the_package_loads_neither_torch_nor_aiohttp() -> None:
+    assert not modules_after("import asyncengine") & {"torch", "numpy", "aiohttp"}
+    everything = "from asyncengine import *; from asyncengine import AsyncEngine"
+    assert not modules_after(everything) & {
+        "torch",
+        "numpy",
+        "aiohttp",
+        "transformers",
+        "tokenizers",
+        "huggingface_hub",
+    }
+
+
+def test_importing_the_package_takes_less_than_100_ms() -> None:
+    assert min(import_time_us() for _ in range(3)) < IMPORT_LIMIT_US
+
+
+def modules_after(code: str) -> set[str]:
+    program = f"{code}\nimport sys\nprint(*sys.modules)"
+    return {*subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()}
+
+
+def import_time_us() -> int:
+    command = [sys.executable, "-X", "importtime", "-c", "import asyncengine"]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    (line,) = [line for line in report.splitlines() if line.endswith("| asyncengine")]
+    return int(line.split("|")[1])

@@ -1,0 +1,139 @@
+"""The stream of one request: what arrives while its caller is busy becomes one delta per choice."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+
+import pytest
+
+from asyncengine.errors import EngineDeadError
+from asyncengine.streams import Delta, RequestStream
+from asyncengine.wire.messages import Finish
+
+
+def make_stream(n: int = 1, stop: tuple[str, ...] = (), stop_token_ids: tuple[int, ...] = ()) -> RequestStream:
+    return RequestStream(7, n=n, stop=stop, stop_token_ids=stop_token_ids)
+
+
+def feed(stream: RequestStream, index: int, text: str, ids: list[int], finish: int = 0, stop_reason: int = -1) -> None:
+    stream.feed(
+        index,
+        memoryview(text.encode()),
+        memoryview(array("i", ids).tobytes()),
+        finish=finish,
+        stop_reason=stop_reason,
+        prompt_tokens=5,
+        cached_tokens=3,
+    )
+
+
+async def take_all(stream: RequestStream) -> list[Delta]:
+    deltas = []
+    while (delta := await stream.next()) is not None:
+        deltas.append(delta)
+    return deltas
+
+
+async def test_deltas_that_arrive_while_the_caller_is_busy_become_one() -> None:
+    stream = make_stream()
+    feed(stream, 0, "é", [1])
+    feed(stream, 0, "😀", [2, 3])
+    feed(stream, 0, "!", [4], Finish.LENGTH)
+    assert await take_all(stream) == [
+        Delta(
+            index=0,
+            text="é😀!",
+            token_ids=[1, 2, 3, 4],
+            prompt_tokens=5,
+            cached_tokens=3,
+            completion_tokens=4,
+            finish_reason="length",
+        )
+    ]
+
+
+async def test_a_waiting_caller_gets_each_delta_as_it_comes_with_total_counts() -> None:
+    stream = make_stream()
+    taking = asyncio.create_task(take_all(stream))
+    for token in range(3):
+        await asyncio.sleep(0)
+        feed(stream, 0, f"{token} ", [token], Finish.LENGTH if token == 2 else 0)
+        await asyncio.sleep(0)
+    deltas = await taking
+    assert [delta.text for delta in deltas] == ["0 ", "1 ", "2 "]
+    assert [delta.token_ids for delta in deltas] == [[0], [1], [2]]
+    assert [delta.completion_tokens for delta in deltas] == [1, 2, 3]
+    assert [delta.finish_reason for delta in deltas] == [None, None, "length"]
+
+
+async def test_each_choice_has_at_most_one_pending_delta_and_the_oldest_goes_first() -> None:
+    stream = make_stream(n=3)
+    for text in "ab":
+        feed(stream, 2, text, [1])
+        feed(stream, 0, text, [1])
+    first, second = await stream.next(), await stream.next()
+    assert first is not None
+    assert second is not None
+    assert (first.index, first.text, second.index, second.text) == (2, "ab", 0, "ab")
+    assert stream.unfinished == [0, 1, 2]
+
+
+async def test_the_stream_ends_when_every_choice_has() -> None:
+    stream = make_stream(n=2)
+    feed(stream, 1, "x", [1], Finish.STOP, 2)
+    assert stream.unfinished == [0]
+    feed(stream, 0, "", [], Finish.ABORT)
+    deltas = await take_all(stream)
+    assert [(delta.index, delta.finish_reason) for delta in deltas] == [(1, "stop"), (0, "abort")]
+    assert await stream.next() is None
+
+
+@pytest.mark.parametrize(
+    ("finish", "given", "reason"),
+    [(Finish.STOP, 9, 9), (Finish.STOP, 2, None), (Finish.STOP_STRING, 1, "END"), (Finish.LENGTH, -1, None)],
+)
+async def test_the_stop_reason_is_the_callers_own_stop(finish: int, given: int, reason: int | str | None) -> None:
+    stream = make_stream(stop=("x", "END"), stop_token_ids=(9,))
+    feed(stream, 0, "", [1], finish, given)
+    delta = await stream.next()
+    assert delta is not None
+    assert delta.stop_reason == reason
+
+
+async def test_news_of_a_choice_that_has_ended_is_ignored() -> None:
+    stream = make_stream()
+    feed(stream, 0, "a", [1], Finish.STOP)
+    feed(stream, 0, "b", [2])
+    assert [delta.text for delta in await take_all(stream)] == ["a"]
+
+
+async def test_a_failure_wakes_the_caller_and_comes_after_the_pending_text() -> None:
+    stream = make_stream()
+    taking = asyncio.create_task(stream.next())
+    await asyncio.sleep(0)
+    stream.fail(EngineDeadError("gpu_runner was killed"))
+    with pytest.raises(EngineDeadError, match="gpu_runner was killed"):
+        await taking
+
+    stream = make_stream()
+    feed(stream, 0, "a", [1])
+    stream.fail(EngineDeadError("first"))
+    stream.fail(EngineDeadError("second"))
+    delta = await stream.next()
+    assert delta is not None
+    assert delta.text == "a"
+    with pytest.raises(EngineDeadError, match="first"):
+        await stream.next()
+
+
+async def test_a_caller_that_was_cancelled_can_come_back() -> None:
+    stream = make_stream()
+    taking = asyncio.create_task(stream.next())
+    await asyncio.sleep(0)
+    taking.cancel()
+    await asyncio.gather(taking, return_exceptions=True)
+    feed(stream, 0, "a", [1])
+    delta = await stream.next()
+    assert delta is not None
+    assert delta.text == "a"

@@ -1,0 +1,239 @@
+"""The sidecars' start, watch and end, with the scripted runner and idle sidecars as children."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from asyncengine import supervisor as supervisor_module
+from asyncengine.config import EngineConfig, Role
+from asyncengine.errors import StartupError
+from asyncengine.supervisor import Supervisor, describe_exit, sidecar_environment
+
+TESTS = Path(__file__).parents[1]
+MODULES: dict[Role, str] = {
+    "gpu_runner": "support.scripted_runner",
+    "tokenizer_proc": "support.idle_tokenizer",
+    "detokenizer_proc": "support.idle_detokenizer",
+}
+
+
+@pytest.fixture(autouse=True)
+def run_dirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[Path]]]:
+    """Lists the run directories there are; the test must leave none."""
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    parent = Path(tempfile.mkdtemp(prefix="runs-"))
+    monkeypatch.setattr(tempfile, "tempdir", str(parent))
+    yield lambda: [*parent.iterdir()]
+    assert [*parent.iterdir()] == []
+    parent.rmdir()
+
+
+class Heard:
+    """Collects what a supervisor reports."""
+
+    def __init__(self) -> None:
+        self.failures: list[str] = []
+        self.phases: list[tuple[str, int, str]] = []
+        self.updates: list[tuple[str, int, int]] = []
+        self.ready_roles: list[str] = []
+
+    def update(self, role: str, index: int, phase: str, done: int, total: int) -> None:
+        self.updates.append((phase, done, total))
+
+    def phase_done(self, role: str, index: int, phase: str, seconds: float) -> None:
+        assert seconds >= 0
+        self.phases.append((role, index, phase))
+
+    def ready(self, role: str, index: int, seconds: float) -> None:
+        self.ready_roles.append(role)
+
+
+def make(heard: Heard, config: EngineConfig | None = None, *, modules: Mapping[Role, str] = MODULES) -> Supervisor:
+    return Supervisor(config or EngineConfig(), on_failure=heard.failures.append, progress=heard, modules=modules)
+
+
+@asynccontextmanager
+async def started(heard: Heard, config: EngineConfig | None = None) -> AsyncIterator[Supervisor]:
+    supervisor = make(heard, config)
+    try:
+        await supervisor.launch(await supervisor.prepare())
+        yield supervisor
+    finally:
+        await supervisor.close()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_all_sidecars_become_ready_and_close_leaves_nothing() -> None:
+    heard = Heard()
+    async with started(heard, EngineConfig(tokenizer_workers=2)) as supervisor:
+        assert sorted(heard.ready_roles) == ["detokenizer_proc", "gpu_runner", "tokenizer_proc", "tokenizer_proc"]
+        assert supervisor.ready_info("gpu_runner")["architecture"] == "scripted"
+        assert ("gpu_runner", 0, "loading weights") in heard.phases
+        assert ("tokenizer_proc", 1, "start process") in heard.phases
+        assert ("loading weights", 50, 100) in heard.updates
+        await until(lambda: supervisor.gauges("gpu_runner") != {})
+        assert supervisor.gauges("gpu_runner")["total_pages"] == 1024
+        assert supervisor.stalled(runner_on_cpu=True) == []
+        pids = supervisor.pids()
+        assert [*pids] == ["gpu_runner", "tokenizer_proc 0", "tokenizer_proc 1", "detokenizer_proc"]
+    assert not any(is_running(pid) for pid in pids.values())
+    assert heard.failures == []
+    await supervisor.close()
+
+
+async def test_a_missing_model_fails_before_anything_is_made(run_dirs: Callable[[], list[Path]]) -> None:
+    supervisor = make(Heard(), EngineConfig(model="/nowhere/model.gguf"))
+    with pytest.raises(StartupError, match=r"there is no model file or folder at /nowhere/model\.gguf"):
+        await supervisor.prepare()
+    assert run_dirs() == []
+    await supervisor.close()
+
+
+async def test_a_sidecar_that_refuses_to_start_ends_the_start_with_its_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ASYNCENGINE_SCRIPT", '{"refuse_start": "the model needs 9 GB and 3 GB are free"}')
+    supervisor = make(Heard())
+    model = await supervisor.prepare()
+    with pytest.raises(StartupError, match=r"^the model needs 9 GB and 3 GB are free$"):
+        await supervisor.launch(model)
+    pids = supervisor.pids()
+    await supervisor.close()
+    assert not any(is_running(pid) for pid in pids.values())
+
+
+async def test_a_sidecar_that_dies_without_a_word_is_named() -> None:
+    supervisor = make(Heard(), modules={**MODULES, "tokenizer_proc": "support.no_such_module"})
+    model = await supervisor.prepare()
+    with pytest.raises(StartupError, match=r"^tokenizer_proc exited with code 1$"):
+        await supervisor.launch(model)
+    await supervisor.close()
+
+
+async def test_a_cancelled_start_leaves_nothing() -> None:
+    heard = Heard()
+    supervisor = make(heard)
+    launching = asyncio.create_task(supervisor.launch(await supervisor.prepare()))
+    await until(lambda: len(supervisor.pids()) == 3)
+    pids = supervisor.pids()
+    launching.cancel()
+    await supervisor.close()
+    assert not any(is_running(pid) for pid in pids.values())
+    assert (await asyncio.gather(launching, return_exceptions=True))[0].__class__ is asyncio.CancelledError
+    assert heard.failures == []
+
+
+async def test_closing_a_start_from_another_task_ends_it() -> None:
+    supervisor = make(Heard())
+    launching = asyncio.create_task(supervisor.launch(await supervisor.prepare()))
+    await until(lambda: len(supervisor.pids()) == 3)
+    await supervisor.close()
+    with pytest.raises(StartupError, match="closed while it started"):
+        await launching
+
+
+async def test_a_sidecar_that_is_deaf_to_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNCENGINE_STUBBORN", "1")
+    monkeypatch.setattr(supervisor_module, "STOP_SECONDS", 0.2)
+    async with started(Heard()) as supervisor:
+        pids = supervisor.pids()
+    assert not any(is_running(pid) for pid in pids.values())
+
+
+async def test_closing_goes_on_to_the_end_though_its_caller_is_cancelled() -> None:
+    async with started(Heard()) as supervisor:
+        pids = supervisor.pids()
+        closing = asyncio.create_task(supervisor.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert not any(is_running(pid) for pid in pids.values())
+
+
+async def test_a_sidecar_lost_while_serving_is_reported_once_by_name() -> None:
+    heard = Heard()
+    async with started(heard) as supervisor:
+        os.kill(supervisor.pids()["detokenizer_proc"], signal.SIGKILL)
+        await until(lambda: heard.failures != [])
+        os.kill(supervisor.pids()["tokenizer_proc"], signal.SIGKILL)
+        await until(lambda: not is_running(supervisor.pids()["tokenizer_proc"]))
+        await asyncio.sleep(0)
+    assert heard.failures == ["detokenizer_proc was killed by SIGKILL"]
+
+
+async def test_a_frozen_sidecar_is_named_until_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "STALL_SECONDS", 0.8)
+    async with started(Heard()) as supervisor:
+        pid = supervisor.pids()["tokenizer_proc"]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await until(lambda: "tokenizer_proc" in supervisor.stalled(runner_on_cpu=True))
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await until(lambda: supervisor.stalled(runner_on_cpu=True) == [])
+
+
+def test_children_of_a_killed_parent_are_gone(
+    monkeypatch: pytest.MonkeyPatch, run_dirs: Callable[[], list[Path]]
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tempfile.tempdir))
+    parent = subprocess.Popen([sys.executable, "-m", "support.dying_parent"], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout:
+        pids = [int(word) for word in parent.stdout.readline().split()]
+    assert len(pids) == 3
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 5
+    while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(is_running(pid) for pid in pids)
+    for path in run_dirs():  # a killed process cannot tidy up
+        for socket in path.iterdir():
+            socket.unlink()
+        path.rmdir()
+
+
+def test_a_sidecar_gets_no_secrets_and_few_threads() -> None:
+    environ = {"PATH": "/bin", "HF_TOKEN": "secret", "API_KEY": "secret", "CUDA_VISIBLE_DEVICES": "1", "LC_ALL": "C"}
+    assert sidecar_environment(environ, EngineConfig(), "detokenizer_proc") == {
+        "PATH": "/bin",
+        "CUDA_VISIBLE_DEVICES": "1",
+        "LC_ALL": "C",
+        "OMP_NUM_THREADS": "1",
+        "RAYON_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    cores = str(len(os.sched_getaffinity(0)))
+    assert sidecar_environment({}, EngineConfig(device="cpu"), "gpu_runner") == {"OMP_NUM_THREADS": cores}
+    assert sidecar_environment({}, EngineConfig(device="cuda"), "gpu_runner") == {"OMP_NUM_THREADS": "1"}
+    assert sidecar_environment({"OMP_NUM_THREADS": "3"}, EngineConfig(), "gpu_runner") == {"OMP_NUM_THREADS": "3"}
+
+
+def test_an_exit_is_described_for_a_person() -> None:
+    assert describe_exit(17) == "exited with code 17"
+    assert describe_exit(-9) == "was killed by SIGKILL"

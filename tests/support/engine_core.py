@@ -1,0 +1,146 @@
+"""The scheduler and a paged model in the loop's order, two steps deep, without processes."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from asyncengine.config import SchedulingPolicy
+from asyncengine.sampling import SamplingParams
+from asyncengine.wire.messages import Finish
+from gpu_runner.schedule.plan import StepPlan
+from gpu_runner.schedule.scheduler import Scheduler, StepOutput
+from support.paged_model import PagedModel, expected_output
+
+
+class EngineCore:
+    """Runs requests to their end and keeps what a detokenizer would have been told of each."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int = 64,
+        max_model_len: int = 256,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 64,
+        policy: SchedulingPolicy = "fcfs",
+        enable_prefix_caching: bool = True,
+        vocab_size: int = 50,
+        eos_ids: tuple[int, ...] = (0,),
+        check: bool = True,
+    ) -> None:
+        self.vocab_size, self.eos_ids, self.check = vocab_size, eos_ids, check
+        self.scheduler = Scheduler(
+            num_pages=num_pages,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            eos_ids=eos_ids,
+            policy=policy,
+            enable_prefix_caching=enable_prefix_caching,
+        )
+        self.model = PagedModel(
+            num_slots=self.scheduler.slots.num_slots,
+            num_pages=num_pages,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+        )
+        self.in_flight: deque[StepPlan] = deque()
+        self.plans: list[StepPlan] = []
+        self.prompts: dict[int, np.ndarray] = {}
+        self.limits: dict[int, int] = {}
+        self.stop_ids: dict[int, tuple[int, ...]] = {}
+        self.outputs: dict[int, list[int]] = {}
+        self.finish: dict[int, Finish] = {}
+        self.finish_order: list[int] = []
+        self.row_of: dict[tuple[int, int], int] = {}  # (slot, gen) -> rid
+
+    def add(self, rid: int, prompt: np.ndarray | list[int], max_tokens: int, **params: object) -> None:
+        prompt = np.asarray(prompt, np.int32)
+        sampling = SamplingParams(max_tokens=max_tokens, **params)
+        namespace = str(params.get("namespace", ""))
+        self.scheduler.add(rid=rid, prompt=prompt, params=sampling, max_tokens=max_tokens, namespace=namespace)
+        for choice in range(sampling.n):
+            self.prompts[rid + choice] = prompt
+            self.limits[rid + choice] = len(prompt) + max_tokens
+            self.stop_ids[rid + choice] = sampling.stop_token_ids + (() if sampling.ignore_eos else self.eos_ids)
+        self._verify()
+
+    def abort(self, rid: int) -> None:
+        self.scheduler.abort(rid)
+        self._verify()
+
+    def stop(self, slot: int, gen: int) -> None:
+        self.scheduler.stop(slot, gen)
+        rid = self.row_of.get((slot, gen))
+        if rid is not None and rid not in self.finish:
+            self._finish(rid, Finish.STOP_STRING)
+        self._verify()
+
+    def turn(self) -> bool:
+        """What the loop does in one round; False when it would go idle."""
+        plan = self.scheduler.plan()
+        self._verify()
+        if plan is not None:
+            self.plans.append(plan)
+            self.model.launch(plan)
+            self.in_flight.append(plan)
+        if self.in_flight and (plan is None or len(self.in_flight) == 2):
+            self._take(self.scheduler.commit(self.in_flight.popleft(), self.model.collect()))
+            self._verify()
+        closed = self.scheduler.take_closed()
+        if closed is not None:
+            self._take(closed)
+        return bool(plan is not None or self.in_flight or self.scheduler.has_work)
+
+    def run(self, max_turns: int = 20_000) -> None:
+        """Until nothing is left to do."""
+        for _ in range(max_turns):
+            if not self.turn():
+                return
+        raise AssertionError(f"still busy after {max_turns} turns: {self.scheduler.gauges()}")
+
+    def expected(self, rid: int) -> list[int]:
+        return expected_output(
+            self.prompts[rid], limit=self.limits[rid], vocab_size=self.vocab_size, stop_ids=self.stop_ids[rid]
+        )
+
+    def assert_all_right(self) -> None:
+        """Every request that was not cut short has exactly its own output; every other a prefix of it."""
+        for rid in self.prompts:
+            expected, got = self.expected(rid), self.outputs.get(rid, [])
+            if self.finish.get(rid) in (Finish.STOP, Finish.LENGTH):
+                assert got == expected, f"request {rid}"
+                last = Finish.STOP if expected[-1] in self.stop_ids[rid] else Finish.LENGTH
+                assert self.finish[rid] == last
+            else:
+                assert got == expected[: len(got)], f"request {rid}"
+
+    def assert_nothing_held(self) -> None:
+        gauges = self.scheduler.gauges()
+        assert gauges["running"] == gauges["waiting"] == 0
+        assert gauges["free_pages"] + gauges["cached_pages"] == gauges["total_pages"]
+        assert self.scheduler.slots.num_free == self.scheduler.slots.num_slots
+
+    def _take(self, output: StepOutput) -> None:
+        for row in output.opens:
+            assert (row.slot, row.gen) not in self.row_of, "a row opens once"
+            self.row_of[row.slot, row.gen] = row.rid
+            self.outputs[row.rid] = []
+        columns = (output.slots, output.gens, output.tokens, output.finish)
+        for slot, gen, token, finish in zip(*(column.tolist() for column in columns), strict=True):
+            rid = self.row_of[slot, gen]
+            assert rid not in self.finish, "nothing follows a row's end"
+            if token >= 0:
+                self.outputs[rid].append(token)
+            if finish:
+                self._finish(rid, Finish(finish))
+
+    def _finish(self, rid: int, finish: Finish) -> None:
+        self.finish[rid] = finish
+        self.finish_order.append(rid)
+
+    def _verify(self) -> None:
+        if self.check:
+            self.scheduler.check_integrity()

@@ -1,0 +1,236 @@
+"""A test double for gpu_runner that speaks the real wire protocol over the real sockets, without a model.
+
+Run in place of gpu_runner with `AsyncEngine.start(..., modules={"gpu_runner": "support.scripted_runner"})` and `tests/`
+on PYTHONPATH. It emits one scripted token per row and step: the prompt's own ids unless the script names tokens, and
+then the end-of-sequence id, where the row stops. With `ignore_eos` the tokens repeat until `max_tokens`. The script is
+the environment variable ASYNCENGINE_SCRIPT, a JSON object with fields of `Script`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from array import array
+from collections import deque
+from dataclasses import dataclass
+
+import msgspec
+
+from asyncengine.config import API_WORKER_SHIFT, PAGE_SIZE, SidecarConfig
+from asyncengine.errors import StartupError
+from asyncengine.wire.messages import (
+    Abort,
+    Failed,
+    Finish,
+    Generate,
+    Open,
+    RunnerInfo,
+    StepFrame,
+    StopHit,
+    ToRunner,
+    ToRunnerControl,
+)
+from asyncengine.wire.pipes import Pipes, Poller, Sender
+from asyncengine.wire.sidecar import HEARTBEAT_SECONDS, Reporter, run_sidecar
+
+MAX_BACKLOG = 256
+
+
+class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """tokens: what every row emits, None for its prompt. step_ms: least time between steps.
+
+    refuse_start: a sentence to die with instead of becoming ready. crash_at_step: die there without a word.
+    refuse_longer_than: prompts with more tokens are answered with `Failed`.
+    """
+
+    tokens: list[int] | None = None
+    eos: int = 2
+    step_ms: float = 1.0
+    vocab_size: int = 49152
+    max_model_len: int = 2048
+    num_pages: int = 1025
+    refuse_start: str | None = None
+    refuse_longer_than: int | None = None
+    crash_at_step: int | None = None
+
+
+@dataclass
+class Row:
+    """One running choice; `emitted` of its tokens have left."""
+
+    rid: int
+    gen: int
+    request: Generate
+    tokens: array[int]
+    emitted: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return len(self.request.ids) // 4 + self.emitted
+
+    def next_token(self, eos: int) -> tuple[int, Finish]:
+        params = self.request.params
+        if self.emitted < len(self.tokens) or params.ignore_eos:
+            token = self.tokens[self.emitted % len(self.tokens)]
+        else:
+            token = eos
+        self.emitted += 1
+        ends = token in params.stop_token_ids or (self.emitted > len(self.tokens) and not params.ignore_eos)
+        if ends and self.emitted > params.min_tokens:
+            return token, Finish.STOP
+        return token, Finish.LENGTH if self.emitted >= self.request.max_tokens else Finish.NONE
+
+
+class ScriptedRunner:
+    def __init__(self, config: SidecarConfig, pipes: Pipes, script: Script) -> None:
+        self._pipes = pipes
+        self._script = script
+        self._requests = pipes.receiver("runner.requests", ToRunner)
+        self._control = pipes.receiver("runner.control", ToRunnerControl)
+        self._poller = Poller(self._requests, self._control)
+        self._detokenizers = [pipes.sender(f"detokenizer.{i}") for i in range(config.engine.detokenizer_workers)]
+        self._engines: dict[int, Sender] = {}
+        self._slots: list[Row | None] = [None] * config.engine.max_num_seqs
+        self._gens = [0] * len(self._slots)
+        self._waiting: deque[tuple[int, Generate]] = deque()
+        self._aborted: set[int] = set()  # slots whose rows end in the next frame without a token
+        self._step = 0
+
+    def run(self, reporter: Reporter) -> None:
+        next_step = time.monotonic()
+        while True:
+            self._drain()
+            if reporter.heartbeat_due():
+                reporter.heartbeat(self.gauges())
+            now = time.monotonic()
+            if not self._has_work():
+                self._poller.wait(int(HEARTBEAT_SECONDS * 1000))
+                next_step = time.monotonic()
+            elif now < next_step:
+                self._poller.wait(max(1, int((next_step - now) * 1000)))
+            elif all(sender.flush() or sender.backlog < MAX_BACKLOG for sender in self._detokenizers):
+                self._run_step()
+                next_step = max(next_step + self._script.step_ms / 1000, now)
+            else:
+                self._poller.wait(1)
+
+    def gauges(self) -> dict[str, int]:
+        running = [row for row in self._slots if row is not None]
+        total = self._script.num_pages - 1
+        return {
+            "running": len(running),
+            "waiting": len(self._waiting),
+            "free_pages": total - sum(-(-row.total_tokens // PAGE_SIZE) for row in running),
+            "cached_pages": 0,
+            "total_pages": total,
+        }
+
+    def _has_work(self) -> bool:
+        return bool(self._waiting or self._aborted) or any(self._slots)
+
+    def _drain(self) -> None:
+        for message in self._requests.drain():
+            if isinstance(message, Generate):
+                self._add(message)
+            else:
+                self._abort(message.rid)
+        for message in self._control.drain():
+            if isinstance(message, StopHit):
+                if self._gens[message.slot] == message.gen:
+                    self._slots[message.slot] = None
+                    self._aborted.discard(message.slot)
+            elif isinstance(message, Abort):
+                self._abort(message.rid)
+
+    def _add(self, request: Generate) -> None:
+        limit, size = self._script.refuse_longer_than, len(request.ids) // 4
+        if limit is not None and size > limit:
+            failed = Failed(
+                request.rid, 400, f"{size} tokens do not fit into {limit}", "context_length_exceeded", "prompt"
+            )
+            self._engine(request.rid >> API_WORKER_SHIFT).send(failed)
+            return
+        self._waiting.extend((request.rid + choice, request) for choice in range(request.params.n))
+
+    def _abort(self, rid: int) -> None:
+        self._waiting = deque(entry for entry in self._waiting if entry[0] != rid)
+        for slot, row in enumerate(self._slots):
+            if row is not None and row.rid == rid:
+                self._aborted.add(slot)
+
+    def _run_step(self) -> None:
+        if self._step == self._script.crash_at_step:
+            os._exit(17)
+        opens = self._admit()
+        slots, gens, tokens, finish = array("i"), array("i"), array("i"), bytearray()
+        for slot, row in enumerate(self._slots):
+            if row is None:
+                continue
+            if slot in self._aborted:
+                token, end = -1, Finish.ABORT
+            else:
+                token, end = row.next_token(self._script.eos)
+            slots.append(slot)
+            gens.append(row.gen)
+            tokens.append(token)
+            finish.append(end)
+            if end:
+                self._slots[slot] = None
+        self._aborted.clear()
+        shards = len(self._detokenizers)
+        for index, sender in enumerate(self._detokenizers):
+            mine = [i for i, slot in enumerate(slots) if slot % shards == index]
+            if mine:
+                frame = StepFrame(
+                    self._step,
+                    array("i", (slots[i] for i in mine)).tobytes(),
+                    array("i", (gens[i] for i in mine)).tobytes(),
+                    array("i", (tokens[i] for i in mine)).tobytes(),
+                    bytes(finish[i] for i in mine),
+                    tuple(row for row in opens if row.slot % shards == index),
+                )
+                sender.send(frame)
+        self._step += 1
+
+    def _admit(self) -> list[Open]:
+        opens = []
+        for slot, occupant in enumerate(self._slots):
+            if occupant is None and self._waiting:
+                rid, request = self._waiting.popleft()
+                self._gens[slot] += 1
+                prompt = array("i", request.ids)
+                tokens = prompt if self._script.tokens is None else array("i", self._script.tokens)
+                self._slots[slot] = Row(rid, self._gens[slot], request, tokens)
+                opens.append(Open(slot, self._gens[slot], rid, request.detok, len(prompt), 0))
+        return opens
+
+    def _engine(self, worker: int) -> Sender:
+        if worker not in self._engines:
+            self._engines[worker] = self._pipes.sender(f"engine.{worker}")
+        return self._engines[worker]
+
+
+def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
+    script = msgspec.json.decode(os.environ.get("ASYNCENGINE_SCRIPT", "{}"), type=Script)
+    reporter.progress("loading weights", 50, 100)
+    if script.refuse_start is not None:
+        raise StartupError(script.refuse_start)
+    runner = ScriptedRunner(config, pipes, script)
+    reporter.progress("loading weights", 100, 100)
+    reporter.ready(
+        RunnerInfo(
+            device="cpu",
+            dtype="float32",
+            architecture="scripted",
+            vocab_size=script.vocab_size,
+            max_model_len=config.engine.max_model_len or script.max_model_len,
+            num_pages=script.num_pages,
+            weight_bytes=100,
+            kv_cache_bytes=script.num_pages * PAGE_SIZE,
+        )
+    )
+    runner.run(reporter)
+
+
+if __name__ == "__main__":
+    run_sidecar("gpu_runner", serve)

@@ -1,0 +1,41 @@
+"""A tiny sidecar for the tests of its life-line: `python sidecar_child.py BEHAVIOUR`."""
+
+from __future__ import annotations
+
+import sys
+
+from asyncengine.config import SidecarConfig
+from asyncengine.errors import StartupError
+from asyncengine.wire.messages import Abort, RunnerInfo
+from asyncengine.wire.pipes import Pipes
+from asyncengine.wire.sidecar import Reporter, run_sidecar
+
+
+def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
+    behaviour = sys.argv[1]
+    reporter.progress("loading weights", 1, 2)
+    if behaviour == "raise":
+        raise ValueError("the weights are upside down")
+    if behaviour == "refuse":
+        raise StartupError(f"cannot load {config.model_path}")
+    inbox = pipes.receiver("runner.control", Abort)
+    reporter.ready(
+        RunnerInfo(
+            device="cpu",
+            dtype="float32",
+            architecture="llama",
+            vocab_size=16,
+            max_model_len=config.engine.max_model_len or 0,
+            num_pages=3,
+            weight_bytes=4,
+            kv_cache_bytes=5,
+        )
+    )
+    assert reporter.heartbeat_due()
+    reporter.heartbeat({"running": 0})
+    assert not reporter.heartbeat_due()
+    while True:
+        inbox.wait(60_000)
+
+
+run_sidecar("gpu_runner", serve)

@@ -1,0 +1,126 @@
+"""Every message survives its pipe, and no two messages of one pipe can be confused."""
+
+from __future__ import annotations
+
+import types
+import typing
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncengine.sampling import SamplingParams
+from asyncengine.wire import messages
+from asyncengine.wire.messages import DetokenizeOptions, Finish, StepFrame, Wire
+
+PIPES: dict[str, Any] = {
+    "tokenizer": messages.ToTokenizer,
+    "runner.requests": messages.ToRunner,
+    "runner.control": messages.ToRunnerControl,
+    "detokenizer": messages.ToDetokenizer,
+    "engine": messages.ToEngine,
+    "supervisor": messages.ToSupervisor,
+}
+NOT_SENT_ALONE = {messages.Open, messages.DetokenizeOptions}
+ALL = {cls for cls in vars(messages).values() if isinstance(cls, type) and issubclass(cls, Wire)} - {Wire}
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+SAMPLING = st.builds(
+    SamplingParams,
+    n=st.integers(1, 16),
+    max_tokens=st.none() | st.integers(1, 2**31 - 1),
+    temperature=st.floats(0, 2),
+    top_k=st.integers(-1, 2**31 - 1),
+    top_p=st.floats(0, 1),
+    min_p=st.floats(0, 1),
+    seed=st.none() | st.integers(-(2**63), 2**63 - 1),
+    stop=st.lists(TEXT.filter(bool), max_size=3).map(tuple),
+    stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
+    ignore_eos=st.booleans(),
+    skip_special_tokens=st.booleans(),
+    include_stop_str_in_output=st.booleans(),
+    priority=st.integers(-(2**31 - 1), 2**31 - 1),
+)
+SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
+    int: st.integers(0, 2**64 - 1),
+    float: st.floats(allow_nan=False),
+    bool: st.booleans(),
+    str: TEXT,
+    bytes: st.binary(max_size=40),
+    type(None): st.none(),
+    Any: st.none() | st.booleans() | st.integers(-(2**63), 2**63) | TEXT | st.binary(max_size=8),
+}
+
+
+def members(union: Any) -> tuple[type, ...]:
+    return typing.get_args(union) or (union,)
+
+
+def values_of(hint: Any) -> st.SearchStrategy[Any]:
+    """Values of one field's type, as far as messages use types."""
+    if hint in SIMPLE:
+        return SIMPLE[hint]
+    if hint is SamplingParams:
+        return SAMPLING
+    if isinstance(hint, type) and issubclass(hint, Wire):
+        return messages_of(hint)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple and arguments[1:] == (...,):
+        return st.lists(values_of(arguments[0]), max_size=3).map(tuple)
+    if origin is dict:
+        return st.dictionaries(values_of(arguments[0]), values_of(arguments[1]), max_size=3)
+    if origin in (types.UnionType, typing.Union):
+        return st.one_of([values_of(argument) for argument in arguments])
+    raise TypeError(f"no values known for a field of type {hint}")
+
+
+def messages_of(cls: type[Wire]) -> st.SearchStrategy[Wire]:
+    return st.builds(cls, **{name: values_of(hint) for name, hint in typing.get_type_hints(cls).items()})
+
+
+@pytest.mark.parametrize("pipe", PIPES)
+@given(data=st.data())
+def test_every_message_of_a_pipe_comes_out_as_it_went_in(pipe: str, data: st.DataObject) -> None:
+    decoder = msgspec.msgpack.Decoder(PIPES[pipe])
+    message = data.draw(st.one_of([messages_of(cls) for cls in members(PIPES[pipe])]))
+    decoded = decoder.decode(msgspec.msgpack.encode(message))
+    assert type(decoded) is type(message)
+    assert decoded == message
+
+
+@given(messages_of(DetokenizeOptions))
+def test_detokenize_options_survive_as_the_opaque_bytes_of_a_generate(options: Wire) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(options), type=DetokenizeOptions) == options
+
+
+def test_every_message_belongs_to_a_pipe_or_to_another_message() -> None:
+    on_pipes = {cls for union in PIPES.values() for cls in members(union)}
+    assert on_pipes | NOT_SENT_ALONE == ALL
+
+
+def test_every_message_has_a_tag_of_its_own_and_is_frozen_columnar_and_untracked() -> None:
+    configs = [cls.__struct_config__ for cls in ALL]
+    assert len({config.tag for config in configs}) == len(ALL)
+    assert all(config.frozen and config.array_like and not config.gc for config in configs)
+
+
+def test_a_step_frame_carries_arrays_as_their_little_endian_bytes() -> None:
+    slots = np.array([3, 1, 2], "<i4")
+    tokens = np.array([-1, 49151, 0], "<i4")
+    finish = np.array([Finish.ABORT, Finish.NONE, Finish.STOP], "u1")
+    frame = StepFrame(7, slots.tobytes(), np.zeros(3, "<i4").tobytes(), tokens.tobytes(), finish.tobytes())
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(frame), type=StepFrame)
+    assert np.frombuffer(decoded.slots, "<i4").tolist() == [3, 1, 2]
+    assert np.frombuffer(decoded.tokens, "<i4").tolist() == [-1, 49151, 0]
+    assert np.frombuffer(decoded.finish, "u1").tolist() == [3, 0, 1]
+
+
+def test_a_step_frame_without_new_rows_costs_thirteen_bytes_a_row_plus_a_constant() -> None:
+    def size(rows: int) -> int:
+        column = np.zeros(rows, "<i4").tobytes()
+        return len(msgspec.msgpack.encode(StepFrame(2**40, column, column, column, bytes(rows))))
+
+    assert size(1024) - 13 * 1024 <= 32

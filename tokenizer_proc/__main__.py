@@ -1,0 +1,5 @@
+from asyncengine.wire.sidecar import run_sidecar
+from tokenizer_proc.worker import serve
+
+if __name__ == "__main__":
+    run_sidecar("tokenizer_proc", serve)

@@ -1,0 +1,171 @@
+"""Turns a batch of requests into checked token ids, or into the reason why not. Knows no sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from asyncengine.errors import InvalidRequestError
+from asyncengine.sampling import SamplingParams
+from asyncengine.wire.messages import DetokenizeOptions, EncodeChat, EncodeIds, EncodeText, Failed, Generate
+from tokenizer_proc.chat_template import ChatTemplate, Rendered
+from tokenizer_proc.conversation import parse_conversation, parse_template_kwargs
+from tokenizer_proc.vocabulary import Int32, Vocabulary
+
+Job = EncodeText | EncodeIds | EncodeChat
+
+PROMPT_TAIL_TOKENS = 8
+PROBE_CHARS_PER_TOKEN = 16
+"""A text with more characters than this for each token of context is first judged by its beginning."""
+PROBE_SLACK_TOKENS = 16
+"""More than what a word cut at the end of that beginning can add to the count."""
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+
+
+class PromptEncoder:
+    """max_model_len: context length in tokens, prompt and answer together."""
+
+    def __init__(self, *, vocabulary: Vocabulary, template: ChatTemplate | None, max_model_len: int) -> None:
+        self._vocabulary = vocabulary
+        self._template = template
+        self._max_model_len = max_model_len
+        self._probe_chars = max_model_len * PROBE_CHARS_PER_TOKEN
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def encode(self, jobs: Sequence[Job]) -> list[Generate | Failed]:
+        """One outcome for each job, in order. All texts of a kind go through the tokenizer in one call."""
+        texts: dict[int, str] = {}
+        chats: dict[int, Rendered] = {}
+        ids: dict[int, Int32 | None] = {}
+        failed: dict[int, Failed] = {}
+        for place, job in enumerate(jobs):
+            try:
+                match job:
+                    case EncodeText():
+                        self._check_size(job.text, "prompt")
+                        texts[place] = job.text
+                    case EncodeChat():
+                        chats[place] = self._render(job)
+                    case EncodeIds():
+                        ids[place] = _read_ids(job.ids)
+            except InvalidRequestError as error:
+                failed[place] = _failed(job.rid, error)
+        ids.update(zip(texts, self._vocabulary.encode_prompts(list(texts.values())), strict=True))
+        ids.update(zip(chats, self._vocabulary.encode_chats(list(chats.values())), strict=True))
+        return [failed[place] if place in failed else self._finish(job, ids[place]) for place, job in enumerate(jobs)]
+
+    def _render(self, job: EncodeChat) -> Rendered:
+        if self._template is None:
+            raise InvalidRequestError(
+                "the model has no chat template: use a plain prompt, or start the server with --chat-template",
+                code="no_chat_template",
+                param="messages",
+            )
+        rendered = self._template.render(
+            parse_conversation(job.messages),
+            add_generation_prompt=job.add_generation_prompt,
+            kwargs=parse_template_kwargs(job.template_kwargs),
+        )
+        self._check_size(rendered.text, "messages")
+        return rendered
+
+    def _finish(self, job: Job, ids: Int32 | None) -> Generate | Failed:
+        param = "messages" if isinstance(job, EncodeChat) else "prompt"
+        try:
+            if ids is None:
+                raise InvalidRequestError("the prompt cannot be tokenized", param=param)
+            self._check_ids(ids, job.params, param)
+            max_tokens = self._max_tokens(len(ids), job.params, param)
+        except InvalidRequestError as error:
+            return _failed(job.rid, error)
+        options = DetokenizeOptions(
+            stop=job.params.stop,
+            skip_special_tokens=job.params.skip_special_tokens,
+            include_stop_str_in_output=job.params.include_stop_str_in_output,
+            prompt_tail=ids[-PROMPT_TAIL_TOKENS:].tobytes(),
+        )
+        return Generate(
+            rid=job.rid,
+            ids=ids.tobytes(),
+            params=job.params,
+            max_tokens=max_tokens,
+            detok=self._encoder.encode(options),
+            namespace=job.namespace,
+        )
+
+    def _check_size(self, text: str, param: str) -> None:
+        """Refuse a text that cannot fit without tokenizing all of it: long texts of one letter take seconds."""
+        if len(text) <= self._probe_chars:
+            return
+        size = len(text.encode())
+        tokens = -(-size // self._vocabulary.max_token_bytes)
+        if tokens <= self._max_model_len:
+            tokens = self._vocabulary.count_tokens(text[: self._probe_chars]) - PROBE_SLACK_TOKENS
+        if tokens > self._max_model_len:
+            raise InvalidRequestError(
+                f"the prompt of {size} bytes has at least {tokens} tokens, but the model's context length is "
+                f"{self._max_model_len} tokens",
+                code=CONTEXT_LENGTH_EXCEEDED,
+                param=param,
+            )
+
+    def _check_ids(self, ids: Int32, params: SamplingParams, param: str) -> None:
+        size = self._vocabulary.size
+        if not len(ids):
+            raise InvalidRequestError("the prompt is empty: it has no tokens", code="empty_prompt", param=param)
+        outside = (ids < 0) | (ids >= size)
+        if outside.any():
+            place = int(outside.argmax())
+            raise InvalidRequestError(
+                f"token id {ids[place]} at position {place} of the prompt is outside the vocabulary (0 to {size - 1})",
+                code="invalid_token_id",
+                param=param,
+            )
+        for token in params.stop_token_ids:
+            if token >= size:
+                raise InvalidRequestError(
+                    f"stop_token_ids has {token}, which is outside the vocabulary (0 to {size - 1})",
+                    code="invalid_token_id",
+                    param="stop_token_ids",
+                )
+
+    def _max_tokens(self, prompt_tokens: int, params: SamplingParams, param: str) -> int:
+        """The answer's length limit, once it is known to fit."""
+        room = self._max_model_len - prompt_tokens
+        if room < 1:
+            raise InvalidRequestError(
+                f"the prompt has {prompt_tokens} tokens, which leaves no room for an answer in the model's context "
+                f"length of {self._max_model_len} tokens",
+                code=CONTEXT_LENGTH_EXCEEDED,
+                param=param,
+            )
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise InvalidRequestError(
+                f"the prompt's {prompt_tokens} tokens and max_tokens {params.max_tokens} are "
+                f"{prompt_tokens + params.max_tokens} tokens together, but the model's context length is "
+                f"{self._max_model_len} tokens",
+                code=CONTEXT_LENGTH_EXCEEDED,
+                param="max_tokens",
+            )
+        if params.min_tokens > room:
+            raise InvalidRequestError(
+                f"min_tokens {params.min_tokens} is more than the {room} tokens that the prompt's {prompt_tokens} "
+                f"leave of the model's context length of {self._max_model_len} tokens",
+                code=CONTEXT_LENGTH_EXCEEDED,
+                param="min_tokens",
+            )
+        return room if params.max_tokens is None else params.max_tokens
+
+
+def _read_ids(data: bytes) -> Int32:
+    if len(data) % 4:
+        raise InvalidRequestError("the prompt's ids are not an array of 32-bit integers", param="prompt")
+    return np.frombuffer(data, dtype="<i4")
+
+
+def _failed(rid: int, error: InvalidRequestError) -> Failed:
+    return Failed(
+        rid=rid, status=error.status, message=error.message, code=error.code or "invalid_value", param=error.param
+    )

@@ -1,0 +1,131 @@
+"""The tokenizer process: takes whatever requests have queued up, tokenizes them as one batch, passes them on.
+
+engine.w  --EncodeText|EncodeIds|EncodeChat|Abort-->  tokenizer.i  --Generate|Abort-->  runner.requests
+    ^------------------------ Encoded|Failed --------------'
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from asyncengine.config import API_WORKER_SHIFT, SidecarConfig
+from asyncengine.errors import StartupError
+from asyncengine.tokenizer_file import TokenizerFile, load_tokenizer
+from asyncengine.wire.messages import Abort, Encoded, Failed, Generate, TokenizerInfo, ToTokenizer
+from asyncengine.wire.pipes import Pipes, Sender
+from asyncengine.wire.sidecar import HEARTBEAT_SECONDS, Reporter
+from tokenizer_proc.chat_template import ChatTemplate
+from tokenizer_proc.prompt_encoder import Job, PromptEncoder
+from tokenizer_proc.vocabulary import Vocabulary
+
+TURN_MESSAGES = 512
+"""Most messages taken in one turn: bounds the time between heartbeats and what an abort must wait for."""
+BACKLOG_MESSAGES = 64
+"""While gpu_runner is this far behind, nothing new is tokenized: requests wait in their pipe."""
+BACKLOG_WAIT_SECONDS = 0.005
+
+
+def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
+    """Serve until the process is told to end. Raises `StartupError` when the model's files are of no use."""
+    receiver = pipes.receiver(f"tokenizer.{config.index}", ToTokenizer)
+    reporter.progress("load tokenizer")
+    file = load_tokenizer(config.model_path)
+    vocabulary = Vocabulary(file)
+    template = _chat_template(config, file, vocabulary)
+    encoder = PromptEncoder(vocabulary=vocabulary, template=template, max_model_len=_max_model_len(config, file))
+    worker = Worker(index=config.index, encoder=encoder, pipes=pipes)
+    reporter.ready(TokenizerInfo(vocab_size=vocabulary.size, has_chat_template=template is not None))
+    while True:
+        if reporter.heartbeat_due():
+            reporter.heartbeat({**worker.gauges(), "malformed": receiver.malformed})
+        if not worker.flush():
+            time.sleep(BACKLOG_WAIT_SECONDS)
+        elif receiver.wait(int(HEARTBEAT_SECONDS * 1000)):
+            worker.turn(receiver.drain(TURN_MESSAGES))
+
+
+class Worker:
+    """One turn at a time: messages in, batch through the encoder, results out in order of arrival."""
+
+    def __init__(self, *, index: int, encoder: PromptEncoder, pipes: Pipes) -> None:
+        self._index = index
+        self._encoder = encoder
+        self._pipes = pipes
+        self._runner = pipes.sender("runner.requests")
+        self._engines: dict[int, Sender] = {}
+        self._counts = {"requests": 0, "prompt_tokens": 0, "failed": 0, "dropped": 0}
+
+    def turn(self, messages: Iterable[ToTokenizer]) -> None:
+        """Encode and pass on. A request is dropped when all its choices are aborted within the same turn; the aborts
+        themselves always go on, behind whatever they may refer to."""
+        arrived = list(messages)
+        aborted = {message.rid for message in arrived if isinstance(message, Abort)}
+        kept = [message for message in arrived if isinstance(message, Abort) or not _all_aborted(message, aborted)]
+        outcomes = iter(self._encoder.encode([message for message in kept if not isinstance(message, Abort)]))
+        encoded: defaultdict[int, list[Generate]] = defaultdict(list)
+        for message in kept:
+            outcome = message if isinstance(message, Abort) else next(outcomes)
+            if isinstance(outcome, Failed):
+                self._engine(outcome.rid).send(outcome)
+                self._counts["failed"] += 1
+                continue
+            self._runner.send(outcome)
+            if isinstance(outcome, Generate):
+                encoded[outcome.rid >> API_WORKER_SHIFT].append(outcome)
+        for requests in encoded.values():
+            self._report(requests)
+        self._counts["dropped"] += len(arrived) - len(kept)
+
+    def flush(self) -> bool:
+        """Move what waits towards its readers; False while gpu_runner is too far behind to take more."""
+        for engine in self._engines.values():
+            engine.flush()
+        self._runner.flush()
+        return self._runner.backlog <= BACKLOG_MESSAGES
+
+    def gauges(self) -> dict[str, int]:
+        """Totals since the start, and the requests that wait for gpu_runner now."""
+        return {**self._counts, "backlog": self._runner.backlog}
+
+    def _report(self, requests: list[Generate]) -> None:
+        """Tell the API worker of all of `requests` that they are on their way."""
+        num_tokens = np.array([len(request.ids) // 4 for request in requests], dtype=np.int32)
+        rids = np.array([request.rid for request in requests], dtype=np.uint64)
+        self._engine(requests[0].rid).send(Encoded(self._index, rids.tobytes(), num_tokens.tobytes()))
+        self._counts["requests"] += len(requests)
+        self._counts["prompt_tokens"] += int(num_tokens.sum())
+
+    def _engine(self, rid: int) -> Sender:
+        name = rid >> API_WORKER_SHIFT
+        if name not in self._engines:
+            self._engines[name] = self._pipes.sender(f"engine.{name}")
+        return self._engines[name]
+
+
+def _all_aborted(job: Job, aborted: set[int]) -> bool:
+    return bool(aborted) and all(rid in aborted for rid in range(job.rid, job.rid + job.params.n))
+
+
+def _max_model_len(config: SidecarConfig, file: TokenizerFile) -> int:
+    length = config.engine.max_model_len or file.context_length
+    if length is None:
+        raise StartupError(f"{config.model_path} does not say the model's context length: set max_model_len")
+    return length
+
+
+def _chat_template(config: SidecarConfig, file: TokenizerFile, vocabulary: Vocabulary) -> ChatTemplate | None:
+    """The operator's template, else the model's, else None."""
+    source = file.chat_template
+    if config.engine.chat_template is not None:
+        try:
+            source = Path(config.engine.chat_template).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise StartupError(f"cannot read the chat template {config.engine.chat_template}: {error}") from error
+    if source is None:
+        return None
+    return ChatTemplate(source, special_tokens=file.special_tokens, control_tokens=vocabulary.control_tokens)
