@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from asyncengine.engine import EngineInfo, Health
@@ -23,4 +23,4 @@ class Backend(Protocol):
 
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, namespace: str = ""
-    ) -> AsyncIterator[Delta]: ...
+    ) -> AsyncGenerator[Delta, None]: ...

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import cast
 
 from asyncengine.streams import Delta
 
@@ -13,14 +12,14 @@ News = list[tuple[int, Delta]]
 """(choice's index in the whole response, what is new of it)"""
 
 
-async def merge(streams: Sequence[AsyncIterator[Delta]], n: int) -> AsyncGenerator[News, None]:
+async def merge(streams: Sequence[AsyncGenerator[Delta, None]], n: int) -> AsyncGenerator[News, None]:
     """Run all streams, of `n` choices each, until each has ended; yield their news.
 
     Choice `k` of stream `i` has index `i * n + k`. The first exception of any stream is raised at once. Close this
     generator (`contextlib.aclosing`) to close the streams: leaving early aborts what still runs.
     """
     if len(streams) == 1 and n == 1:
-        async with _closing(streams[0]) as stream:
+        async with aclosing(streams[0]) as stream:
             async for delta in stream:
                 yield [(0, delta)]
         return
@@ -54,9 +53,9 @@ class _Inbox:
         self._arrived = asyncio.Event()
         self._room = asyncio.Event()
 
-    async def pump(self, stream: AsyncIterator[Delta], first_index: int) -> None:
+    async def pump(self, stream: AsyncGenerator[Delta, None], first_index: int) -> None:
         try:
-            async with _closing(stream) as deltas:
+            async with aclosing(stream) as deltas:
                 async for delta in deltas:
                     self._news.append((first_index + delta.index, delta))
                     self._arrived.set()
@@ -81,7 +80,3 @@ class _Inbox:
                 return None
             self._arrived.clear()
             await self._arrived.wait()
-
-
-def _closing(stream: AsyncIterator[Delta]) -> aclosing[AsyncGenerator[Delta, None]]:
-    return aclosing(cast("AsyncGenerator[Delta, None]", stream))

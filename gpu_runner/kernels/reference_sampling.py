@@ -163,12 +163,14 @@ def _parts(logits: Tensor) -> Iterator[slice]:
 
 
 def _mix(x: Tensor, between: Tensor | None = None) -> Tensor:
-    x = (x ^ _shift_right(x, 16)) * 0x7FEB352D
+    x = x ^ _shift_right(x, 16)
+    x = x * 0x7FEB352D
     if between is not None:
         x = x + between
     x = x ^ _shift_right(x, 15)
     x = x * _signed(0x846CA68B)
-    return x ^ _shift_right(x, 16)
+    x = x ^ _shift_right(x, 16)
+    return x
 
 
 def _shift_right(x: Tensor, count: int) -> Tensor:

@@ -12,7 +12,8 @@ as a path, deepest node first, and an unlocked node has only unlocked descendant
 descendants: the head of the list is a leaf, and a parent whose last child is evicted already stands where its own last
 use puts it. Hence eviction is exact LRU and costs what it evicts.
 
-A removed node is part of no reference cycle: its memory returns at once although the collector is off in the loop.
+A removed node is part of no reference cycle, since nothing in the tree or the list refers to it any more: its memory
+returns at once although the collector is off in the loop.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class RadixTree:
             at = at.parent
 
     def unlock(self, node: Node, epoch: int) -> None:
-        """Undo one `lock(node)`; steps up to `epoch` may still read the pages. Touches the path.
+        """Undo one `lock(node)`; steps up to `epoch`, the last one launched, may still read the pages. Touches the path.
 
         A node that nobody holds any more and that was last used together with its only child is merged into it, so
         that a prompt cached chunk by chunk does not stay a chain of small nodes.
@@ -248,8 +249,6 @@ class RadixTree:
         if node.lock_count == 0:
             self._lru.remove(node)
         node.lock_count = REMOVED
-        node.parent = None
-        node.children = {}
 
 
 def _int32(tokens: Int32) -> Int32:

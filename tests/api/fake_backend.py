@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 from asyncengine.engine import EngineInfo, Health
 from asyncengine.errors import EngineError, InvalidRequestError
@@ -55,7 +55,7 @@ class FakeBackend:
 
     async def generate(
         self, prompt: str | Sequence[int] | ChatPrompt, params: SamplingParams | None = None, *, namespace: str = ""
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncGenerator[Delta, None]:
         params = params or SamplingParams()
         self.calls.append((prompt, params))
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import pytest
@@ -22,7 +22,7 @@ class Source:
         self.closed = False
         self._count, self._n, self._error = count, n, error
 
-    async def deltas(self) -> AsyncIterator[Delta]:
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
         try:
             for step in range(self._count):
                 self.taken += 1
@@ -78,7 +78,7 @@ async def test_an_error_of_one_source_closes_the_others(count: int) -> None:
 async def test_cancelling_the_reader_closes_the_sources(count: int) -> None:
     started = closed = 0
 
-    async def silent() -> AsyncIterator[Delta]:
+    async def silent() -> AsyncGenerator[Delta, None]:
         nonlocal started, closed
         started += 1
         try:

@@ -179,7 +179,8 @@ class Rig:
             self.executor.launch(self.plan(decode=[(slot, first + index) for slot, first in slots.items()]))
             if index:
                 self._collect(slots, produced)
-        self._collect(slots, produced)
+        if count:
+            self._collect(slots, produced)
         return produced
 
     def generate(

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -24,14 +25,21 @@ TESTS = Path(__file__).parents[1]
 IMPORT_LIMIT_US = 100_000
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """An empty directory whose name leaves room for the names of sockets; it must be left empty."""
+    with tempfile.TemporaryDirectory(prefix="c-") as path:
+        yield Path(path)
+
+
 class Command:
     """A running `asyncengine` with its own temporary directory and, below it, its run directory."""
 
-    def __init__(self, tmp_path: Path, *args: str, **script: object) -> None:
-        self.tmp_path = tmp_path
+    def __init__(self, short_path: Path, *args: str, **script: object) -> None:
+        self.short_path = short_path
         env = os.environ | {
             "PYTHONPATH": str(TESTS),
-            "TMPDIR": str(tmp_path),
+            "TMPDIR": str(short_path),
             "ASYNCENGINE_SCRIPT": json.dumps(script),
         }
         self.process = subprocess.Popen(
@@ -57,13 +65,13 @@ class Command:
     def finish(self, stdin: str = "") -> tuple[int, str, str]:
         """Exit code, rest of stdout, stderr; and nothing is left of it."""
         out, err = self.process.communicate(stdin, timeout=30)
-        assert [*self.tmp_path.iterdir()] == []
+        assert [*self.short_path.iterdir()] == []
         return self.process.returncode, out, err
 
 
 @contextmanager
-def running(tmp_path: Path, *args: str, **script: object) -> Iterator[Command]:
-    command = Command(tmp_path, *args, **script)
+def running(short_path: Path, *args: str, **script: object) -> Iterator[Command]:
+    command = Command(short_path, *args, **script)
     try:
         yield command
     finally:
@@ -89,8 +97,8 @@ def ask(url: str) -> str:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_server_answers_until_a_signal_and_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    with running(tmp_path, "serve", "--port", "0", "--device", "cpu") as command:
+def test_a_server_answers_until_a_signal_and_leaves_nothing(short_path: Path, number: signal.Signals) -> None:
+    with running(short_path, "serve", "--port", "0", "--device", "cpu") as command:
         url = command.read_until(r"Ready: SmolLM2-135M-Instruct at (\S+)")[1]
         children = command.children()
         assert len(children) == 3
@@ -103,8 +111,8 @@ def test_a_server_answers_until_a_signal_and_leaves_nothing(tmp_path: Path, numb
     assert "Traceback" not in err
 
 
-def test_a_signal_during_the_start_leaves_nothing(tmp_path: Path) -> None:
-    with running(tmp_path, "serve", "--port", "0") as command:
+def test_a_signal_during_the_start_leaves_nothing(short_path: Path) -> None:
+    with running(short_path, "serve", "--port", "0") as command:
         deadline = time.monotonic() + 20
         while len(command.children()) < 3 and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -128,9 +136,9 @@ def test_a_signal_during_the_start_leaves_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_a_start_that_fails_is_one_line_and_code_1(
-    tmp_path: Path, args: list[str], script: dict[str, object], sentence: str
+    short_path: Path, args: list[str], script: dict[str, object], sentence: str
 ) -> None:
-    with running(tmp_path, "serve", "--port", "0", *args, **script) as command:
+    with running(short_path, "serve", "--port", "0", *args, **script) as command:
         code, out, err = command.finish()
     *progress, last = err.splitlines()
     assert (code, out) == (1, "")
@@ -138,17 +146,17 @@ def test_a_start_that_fails_is_one_line_and_code_1(
     assert all(re.search(r"\d s$", line) for line in progress)
 
 
-def test_a_port_in_use_is_one_line_and_code_1(tmp_path: Path) -> None:
+def test_a_port_in_use_is_one_line_and_code_1(short_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with running(tmp_path, "serve", "--port", str(port)) as command:
+        with running(short_path, "serve", "--port", str(port)) as command:
             code, out, err = command.finish()
     assert (code, out) == (1, "")
     assert err == f"asyncengine: cannot listen on 127.0.0.1 port {port}: Address already in use\n"
 
 
-def test_a_chat_streams_answers_and_remembers_the_conversation(tmp_path: Path) -> None:
-    with running(tmp_path, "chat", "--system", "S", "--temperature", "0") as command:
+def test_a_chat_streams_answers_and_remembers_the_conversation(short_path: Path) -> None:
+    with running(short_path, "chat", "--system", "S", "--temperature", "0") as command:
         code, out, err = command.finish("first\n\n/clear\nsecond\n/exit\n")
     assert code == 0
     answers = re.findall(r"system\nS\nuser\n(.*)\nassistant\n", out)
@@ -157,28 +165,28 @@ def test_a_chat_streams_answers_and_remembers_the_conversation(tmp_path: Path) -
     assert "Traceback" not in err
 
 
-def test_a_chat_over_http_is_the_same_and_a_lost_server_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "server").mkdir()
-    (tmp_path / "chat").mkdir()
-    with running(tmp_path / "server", "serve", "--port", "0") as server:
+def test_a_chat_over_http_is_the_same_and_a_lost_server_is_one_line(short_path: Path) -> None:
+    (short_path / "server").mkdir()
+    (short_path / "chat").mkdir()
+    with running(short_path / "server", "serve", "--port", "0") as server:
         url = server.read_until(r"Ready: \S+ at (\S+)")[1]
-        with running(tmp_path / "chat", "chat", "--url", url, "--max-tokens", "500") as command:
+        with running(short_path / "chat", "chat", "--url", url, "--max-tokens", "500") as command:
             code, out, _ = command.finish("first\nsecond\n")
         assert code == 0
         assert "user\nfirst\nassistant\n" in out
         assert re.search(r"first token after \d+\.\d\d s, \d+ tokens", out)
         server.process.terminate()
         assert server.finish()[0] == 0
-    with running(tmp_path / "chat", "chat", "--url", url) as command:
+    with running(short_path / "chat", "chat", "--url", url) as command:
         code, out, err = command.finish()
     assert (code, out) == (1, "")
     assert err.startswith(f"asyncengine: there is no usable server at {url}/v1: ")
     assert err.count("\n") == 1
 
 
-def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(tmp_path: Path) -> None:
+def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(short_path: Path) -> None:
     endless = {"tokens": [40] * 8000, "step_ms": 5}
-    with running(tmp_path, "chat", "--max-tokens", "4000", **endless) as command:
+    with running(short_path, "chat", "--max-tokens", "4000", **endless) as command:
         assert command.process.stdin is not None
         assert command.process.stdout is not None
         command.process.stdin.write("go\n")

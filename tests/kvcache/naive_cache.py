@@ -33,7 +33,8 @@ def tokens_of(letters: Letters) -> Int32:
 @dataclass
 class CachedPage:
     page: int
-    last_use: int
+    last_use: int = 0
+    epoch: int = 0  # the last step named by a lock that is gone
 
 
 @dataclass
@@ -179,7 +180,7 @@ class NaiveCache:
         for length in range(1, len(letters) + 1):
             path = (namespace, letters[:length])
             if path not in self.cached:
-                self.cached[path] = CachedPage(pages[length - 1], 0)
+                self.cached[path] = CachedPage(pages[length - 1])
                 self.references[pages[length - 1]] += 1
             elif self.cached[path].page != pages[length - 1]:
                 self.done["tree kept its own page"] += 1
@@ -194,6 +195,8 @@ class NaiveCache:
         merged = row.node.lock_count < 0
         self.done["merge"] += merged
         row.held = (namespace, ())
+        for length in range(1, len(letters) + 1):
+            self.cached[namespace, letters[:length]].epoch = self.step
         self._touch((namespace, above if merged else letters))
 
     def _evict(self, count: int) -> None:
@@ -268,6 +271,7 @@ class NaiveCache:
         )
         for path, (_, node) in in_tree.items():
             assert node.lock_count == locks[path]
+            assert self.cached[path].epoch <= node.epoch <= self.step
         assert self.tree.num_pages == len(self.cached)
         assert self.tree.num_evictable == sum(not locks[path] for path in self.cached)
         references = [*self.tree.pages_held().tolist()]

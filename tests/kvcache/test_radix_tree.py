@@ -139,6 +139,29 @@ def test_a_run_of_the_wrong_length_is_refused_and_changes_nothing() -> None:
     cache.tree.check_integrity()
 
 
+def test_an_insert_refused_after_its_split_leaves_a_sound_tree() -> None:
+    cache = Cache()
+    cache.add(1, 2)
+    cache.add(5)
+    with pytest.raises(IntegrityError, match=r"pages \[9\] are not referenced"):
+        cache.tree.insert("", tokens_of((1, 3)), np.array([8, 9], dtype=np.int32))
+    cache.check()
+    assert cache.found(1, 2) == [1, 2]
+
+
+def test_a_merged_node_is_as_busy_as_its_busier_part() -> None:
+    cache = Cache()
+    prefix = cache.add(1)
+    cache.tree.lock(prefix)
+    cache.add(1, 2)
+    cache.tree.unlock(prefix, 5)
+    assert num_nodes(cache.tree) == 1
+    assert cache.tree.evict(2) == 0
+    assert cache.found(1, 2) != []
+    cache.pool.complete(5)
+    assert cache.tree.evict(2) == 2
+
+
 def test_inserting_nothing_returns_a_root() -> None:
     cache = Cache()
     node = cache.add()

@@ -9,7 +9,7 @@ import torch
 from paged_driver import PagedDriver
 from tiny_models import TINY_MODELS, VOCAB_SIZE, save_tiny
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from gpu_runner.models.decoder import Decoder
 from gpu_runner.models.registry import load_model
@@ -88,13 +88,12 @@ def test_a_sliding_window_changes_the_logits_of_late_positions_only(tmp_path: Pa
     assert (logits[1][19:] - logits[0][19:]).abs().amax(dim=-1).min() > 1e-3
 
 
-def test_bfloat16_weights_load_as_they_are_stored_and_stay_near_float32(tmp_path: Path) -> None:
-    model = save_tiny("qwen3", tmp_path)
-    model.to(torch.bfloat16).save_pretrained(tmp_path)
-    decoder = load_model(
-        str(tmp_path), device=torch.device("cpu"), dtype=torch.float32, progress=lambda done, total: None
-    )
+def test_bfloat16_weights_are_widened_exactly(tmp_path: Path) -> None:
+    save_tiny("qwen3", tmp_path).to(torch.bfloat16).save_pretrained(tmp_path)
+    decoder = load(tmp_path)
     assert decoder.config.checkpoint_dtype == torch.bfloat16
     tokens = prompt(30, seed=9)
-    logits = PagedDriver(decoder, num_slots=1, max_tokens=32).prefill(0, tokens, chunk=32)
-    assert_close(logits, reference_logits(model.to(torch.float32), tokens))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert_close(
+        PagedDriver(decoder, num_slots=1, max_tokens=32).prefill(0, tokens, chunk=32), reference_logits(model, tokens)
+    )

@@ -1,0 +1,62 @@
+"""Random operations on the scheduler: every invariant is recomputed after each, every output must be the request's own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from asyncengine.errors import InvalidRequestError
+from support.engine_core import EngineCore
+
+OPERATIONS_PER_RUN = 1_000
+RUNS = 40
+POLICIES = ("fcfs", "priority", "shortest", "longest")
+
+
+@pytest.mark.parametrize("seed", range(RUNS))
+def test_random_operations_keep_every_invariant_and_every_answer(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    core = EngineCore(
+        num_pages=int(rng.choice([8, 12, 20, 40])),
+        max_model_len=128,
+        max_num_seqs=int(rng.choice([1, 2, 4, 8])),
+        max_num_batched_tokens=int(rng.choice([16, 32, 64])),
+        policy=POLICIES[seed % 4],
+        enable_prefix_caching=bool(rng.integers(4)),
+        vocab_size=30,
+    )
+    families = [rng.integers(0, 30, 128, dtype=np.int32) for _ in range(3)]
+    next_rid = 1
+    for _ in range(OPERATIONS_PER_RUN):
+        action = rng.random()
+        if action < 0.15:
+            next_rid = add_random(core, rng, families, next_rid)
+        elif action < 0.18 and next_rid > 1:
+            core.abort(int(rng.integers(1, next_rid)))
+        elif action < 0.20 and core.row_of:
+            core.stop(*list(core.row_of)[rng.integers(len(core.row_of))])
+        else:
+            core.turn()
+    core.run()
+    core.assert_all_right()
+    core.assert_nothing_held()
+
+
+def add_random(core: EngineCore, rng: np.random.Generator, families: list[np.ndarray], rid: int) -> int:
+    prompt = families[rng.integers(3)][: int(rng.integers(1, 128))].copy()
+    if rng.random() < 0.5:
+        prompt[-1] = rng.integers(30)
+    choices = int(rng.integers(1, 4)) if rng.random() < 0.2 else 1
+    try:
+        core.add(
+            rid,
+            prompt,
+            int(rng.integers(1, 40)),
+            n=choices,
+            priority=int(rng.integers(3)),
+            ignore_eos=bool(rng.integers(2)),
+            stop_token_ids=(3,) if rng.random() < 0.3 else (),
+        )
+    except InvalidRequestError as refused:
+        assert refused.code in ("context_length_exceeded", "kv_cache_exceeded")
+    return rid + choices
