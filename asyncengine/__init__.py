@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from asyncengine.config import EngineConfig
-    from asyncengine.engine import AsyncEngine, EngineInfo, Health
+    from asyncengine.engine import AsyncEngine
+    from asyncengine.engine_info import EngineInfo, Health
     from asyncengine.errors import (
         EngineDeadError,
         EngineError,
@@ -42,8 +43,8 @@ _HOME = {
     "ChatPrompt": "streams",
     "Delta": "streams",
     "EngineConfig": "config",
-    "EngineInfo": "engine",
-    "Health": "engine",
+    "EngineInfo": "engine_info",
+    "Health": "engine_info",
     "SamplingParams": "sampling",
 }
 

@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from asyncengine.config import Device, DType, EngineConfig, SchedulingPolicy
@@ -87,20 +86,14 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     engine.add_argument("--served-model-name", help="name clients call the model by")
     engine.add_argument("--scheduling-policy", choices=get_args(SchedulingPolicy), default=default.scheduling_policy)
-    engine.add_argument("--chat-template", type=Path, metavar="FILE", help="a Jinja file to use instead of the model's")
+    engine.add_argument("--chat-template", metavar="FILE", help="a Jinja file to use instead of the model's")
     engine.add_argument("--tokenizer-workers", type=int, default=default.tokenizer_workers)
     engine.add_argument("--detokenizer-workers", type=int, default=default.detokenizer_workers)
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The configuration the options describe; raises `StartupError`."""
-    options = {name: getattr(args, name) for name in EngineConfig.__struct_fields__}
-    if args.chat_template is not None:
-        try:
-            options["chat_template"] = args.chat_template.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise StartupError(f"cannot read the chat template {args.chat_template}: {error}") from None
-    return EngineConfig(**options)
+    return EngineConfig(**{name: getattr(args, name) for name in EngineConfig.__struct_fields__})
 
 
 def serve_command(args: argparse.Namespace) -> int:
@@ -170,7 +163,8 @@ def check_port_free(host: str, port: int) -> None:
 
 
 def chat_command(args: argparse.Namespace) -> int:
-    from asyncengine.chat import Backend, Chat, ChatOptions, EngineBackend, HttpBackend
+    from asyncengine.chat import Chat
+    from asyncengine.chat_backends import Backend, ChatOptions, EngineBackend, HttpBackend
 
     options = ChatOptions(system=args.system, temperature=args.temperature, max_tokens=args.max_tokens)
     with ConsoleProgress() as progress:

@@ -9,65 +9,34 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from array import array
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from types import TracebackType
-from typing import Literal
 
 import msgspec
 
 from asyncengine.config import API_WORKER_SHIFT, EngineConfig, Role
+from asyncengine.engine_info import EngineInfo, Health, HealthState
 from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError
+from asyncengine.prompt_messages import prompt_message
 from asyncengine.sampling import SamplingParams
 from asyncengine.streams import ChatPrompt, Delta, RequestStream
 from asyncengine.supervisor import StartupProgress, Supervisor
 from asyncengine.wire.messages import (
     Abort,
     Deltas,
-    EncodeChat,
     Encoded,
-    EncodeIds,
-    EncodeText,
     Failed,
     RunnerInfo,
     ToEngine,
     TokenizerInfo,
 )
-from asyncengine.wire.pipes import MAX_MESSAGE_BYTES, Receiver, Sender
+from asyncengine.wire.pipes import Receiver, Sender
 
 logger = logging.getLogger(__name__)
 
 API_WORKER = 0
 DRAIN_LIMIT = 64
 """Messages read before the event loop's other callbacks get their turn."""
-MAX_PROMPT_BYTES = MAX_MESSAGE_BYTES // 2
-"""A larger prompt is refused here: its frame would be dropped by the pipe, and no context holds it anyway."""
-
-HealthState = Literal["starting", "ready", "stalled", "failed", "closed"]
-
-
-class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts of a started engine. model: the name it is served under. max_model_len: tokens, prompt plus answer."""
-
-    model: str
-    model_path: str
-    architecture: str
-    device: str
-    dtype: str
-    vocab_size: int
-    max_model_len: int
-    num_pages: int
-    weight_bytes: int
-    kv_cache_bytes: int
-    has_chat_template: bool
-
-
-class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """state: "ready" is the only one that serves; "stalled" may recover (a process has stopped sending heartbeats),
-    "failed" and "closed" do not. detail: one sentence for a person, "" while ready."""
-
-    state: HealthState
-    detail: str = ""
 
 
 class _Tokenizer:
@@ -219,17 +188,10 @@ class AsyncEngine:
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=secrets.randbits(63))
         rid = self._next_rid
-        try:
-            message, size = self._encode_message(rid, prompt, params, namespace)
-            tokenizer = min(self._tokenizers, key=lambda worker: worker.unacked_bytes)
-            if not tokenizer.sender.try_send(message):
-                raise OverloadedError("the engine has no room for another prompt now", code="overloaded")
-        except UnicodeEncodeError as error:
-            raise InvalidRequestError(
-                f"the text holds half a surrogate pair (U+{ord(error.object[error.start]):04X}) at character "
-                f"{error.start}; text must be valid Unicode",
-                code="invalid_unicode",
-            ) from None
+        message, size = prompt_message(rid, prompt, params, namespace, info=self.info)
+        tokenizer = min(self._tokenizers, key=lambda worker: worker.unacked_bytes)
+        if not tokenizer.sender.try_send(message):
+            raise OverloadedError("the engine has no room for another prompt now", code="overloaded")
         self._next_rid += params.n
         stream = RequestStream(rid, n=params.n, stop=params.stop, stop_token_ids=params.stop_token_ids)
         request = _Request(stream, tokenizer, size)
@@ -237,31 +199,6 @@ class AsyncEngine:
             self._requests[choice_rid] = request
         self._open_streams += 1
         return request
-
-    def _encode_message(
-        self, rid: int, prompt: str | Sequence[int] | ChatPrompt, params: SamplingParams, namespace: str
-    ) -> tuple[EncodeText | EncodeIds | EncodeChat, int]:
-        """The message for a tokenizer worker, and its size in prompt bytes."""
-        message: EncodeText | EncodeIds | EncodeChat
-        if isinstance(prompt, str):
-            message, size = EncodeText(rid, prompt, params, namespace), len(prompt.encode())
-        elif isinstance(prompt, ChatPrompt):
-            if not self.info.has_chat_template:
-                raise InvalidRequestError(
-                    f"{self.info.model} has no chat template; use text or token ids", code="no_chat_template"
-                )
-            messages = _json("messages", prompt.messages)
-            kwargs = _json("template_kwargs", prompt.template_kwargs) if prompt.template_kwargs else b""
-            message = EncodeChat(rid, messages, params, namespace, prompt.add_generation_prompt, kwargs)
-            size = len(messages) + len(kwargs)
-        else:
-            ids = pack_ids(prompt, self.info.vocab_size)
-            message, size = EncodeIds(rid, ids, params, namespace), len(ids)
-        if size > MAX_PROMPT_BYTES:
-            raise InvalidRequestError(
-                f"the prompt is {size} bytes long; at most {MAX_PROMPT_BYTES} are accepted", code="prompt_too_large"
-            )
-        return message, size
 
     def _forget(self, request: _Request) -> None:
         """Drop a request whose caller has left, and abort what still runs of it."""
@@ -345,24 +282,3 @@ class AsyncEngine:
         self._state, self._detail = state, detail
         for request in set(self._requests.values()):
             request.stream.fail(EngineDeadError(detail, code="engine_dead"))
-
-
-def pack_ids(ids: Sequence[int], vocab_size: int) -> bytes:
-    """Token ids as an int32 array; raises `InvalidRequestError` naming the first id that is none."""
-    if not {int} >= set(map(type, ids)) or not ids or min(ids) < 0 or max(ids) >= vocab_size:
-        for position, value in enumerate(ids):
-            if type(value) is not int or not 0 <= value < vocab_size:
-                raise InvalidRequestError(
-                    f"prompt[{position}] is {value!r}; a token id must be an integer from 0 to {vocab_size - 1}",
-                    code="invalid_token_id",
-                    param="prompt",
-                )
-        raise InvalidRequestError("the prompt must have at least one token", code="empty_prompt", param="prompt")
-    return array("i", ids).tobytes()
-
-
-def _json(name: str, value: object) -> bytes:
-    try:
-        return msgspec.json.encode(value)
-    except (TypeError, RecursionError) as error:
-        raise InvalidRequestError(f"{name} cannot be written as JSON: {error}", param=name) from None

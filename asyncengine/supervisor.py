@@ -11,24 +11,19 @@ because only this process holds the other end of its stdin.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
+from asyncengine.child import Child, describe_exit, start_child
 from asyncengine.config import EngineConfig, Role, SidecarConfig
 from asyncengine.errors import StartupError
 from asyncengine.model_files import ResolvedModel, resolve_model
 from asyncengine.wire.messages import Fatal, Heartbeat, Progress, Ready, ToSupervisor
 from asyncengine.wire.pipes import Pipes, Receiver, make_run_dir
-from asyncengine.wire.sidecar import write_config
 
 STOP_SECONDS = 5.0
 FATAL_GRACE_SECONDS = 0.3
@@ -37,11 +32,6 @@ STALL_SECONDS = 4.0
 CPU_STEP_STALL_SECONDS = 60.0
 """gpu_runner on a CPU computes a whole step between two heartbeats."""
 DRAIN_LIMIT = 256
-
-ENVIRONMENT_NAMES = frozenset(
-    {"PATH", "HOME", "USER", "LANG", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_NUM_THREADS"}
-)
-ENVIRONMENT_PREFIXES = ("LC_", "PYTHON", "CUDA_", "NVIDIA_", "NCCL_", "TORCH", "PYTORCH_", "TRITON_", "ASYNCENGINE_")
 
 
 class StartupProgress(Protocol):
@@ -55,34 +45,6 @@ class StartupProgress(Protocol):
 
     def ready(self, role: str, index: int, seconds: float) -> None:
         """A sidecar serves, `seconds` after its process began."""
-
-
-@dataclass(eq=False)
-class Child:
-    """One sidecar process. `heard`: when its last message was read; `phase`: what its start-up is busy with."""
-
-    role: Role
-    index: int
-    count: int
-    process: subprocess.Popen[bytes]
-    pidfd: int
-    started: float
-    heard: float
-    phase_started: float
-    phase: str = "start process"
-    ready: Ready | None = None
-    gauges: dict[str, int] = field(default_factory=dict)
-    last_words: str | None = None
-    exited: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def name(self) -> str:
-        return self.role if self.count == 1 else f"{self.role} {self.index}"
-
-    @property
-    def stdin(self) -> IO[bytes]:
-        assert self.process.stdin is not None
-        return self.process.stdin
 
 
 class Supervisor:
@@ -151,7 +113,7 @@ class Supervisor:
                 self._spawn(role, index, count)
         await asyncio.gather(
             *(
-                asyncio.to_thread(_hand_over, child, self._sidecar_config(child, model))
+                asyncio.to_thread(child.configure, self._sidecar_config(child, model))
                 for child in self._children.values()
             )
         )
@@ -201,20 +163,7 @@ class Supervisor:
             raise StartupError("the engine was closed while it started")
 
     def _spawn(self, role: Role, index: int, count: int) -> None:
-        # -P: a file in the current directory must not shadow the standard library or a sidecar's package.
-        # A new session keeps a terminal's Ctrl-C from reaching the children before this process decides.
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", self._modules.get(role, role)],
-                stdin=subprocess.PIPE,
-                stdout=2,
-                env=sidecar_environment(os.environ, self._config, role),
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise StartupError(f"cannot start {role}: {error}") from error
-        now = time.monotonic()
-        child = Child(role, index, count, process, os.pidfd_open(process.pid), now, now, now)
+        child = start_child(self._config, role, index, count, module=self._modules.get(role, role))
         self._children[role, index] = child
         self._watchers.append(asyncio.create_task(self._watch(child)))
 
@@ -228,14 +177,7 @@ class Supervisor:
         )
 
     async def _watch(self, child: Child) -> None:
-        loop = asyncio.get_running_loop()
-        loop.add_reader(child.pidfd, child.exited.set)
-        try:
-            await child.exited.wait()
-        finally:
-            loop.remove_reader(child.pidfd)
-            os.close(child.pidfd)
-        code = child.process.wait()
+        code = await child.wait()
         deadline = time.monotonic() + FATAL_GRACE_SECONDS
         while code == 1 and child.last_words is None and time.monotonic() < deadline and self._closing is None:
             await asyncio.sleep(0.01)
@@ -292,17 +234,16 @@ class Supervisor:
     async def _close(self) -> None:
         children = list(self._children.values())
         for child in children:
-            _signal(child, signal.SIGTERM)
+            child.signal(signal.SIGTERM)
         stopped = asyncio.gather(*(child.exited.wait() for child in children))
         try:
             await asyncio.wait_for(stopped, STOP_SECONDS)
         except TimeoutError:
             for child in children:
-                _signal(child, signal.SIGKILL)
+                child.signal(signal.SIGKILL)
         await asyncio.gather(*self._watchers, return_exceptions=True)
         for child in children:
-            with contextlib.suppress(BrokenPipeError):
-                child.stdin.close()
+            child.release()
         if self._outcome is not None and not self._outcome.done():
             self._outcome.set_exception(StartupError("the engine was closed while it started"))
         if self._outcome is not None and not self._outcome.cancelled():
@@ -314,36 +255,3 @@ class Supervisor:
             self._pipes.close()
         if self._run_dir is not None:
             shutil.rmtree(self._run_dir, ignore_errors=True)
-
-
-def sidecar_environment(environ: Mapping[str, str], config: EngineConfig, role: Role) -> dict[str, str]:
-    """A sidecar's environment: an allow-list of this process's (no tokens, no keys) and how many threads to use."""
-    env = {k: v for k, v in environ.items() if k in ENVIRONMENT_NAMES or k.startswith(ENVIRONMENT_PREFIXES)}
-    cores = len(os.sched_getaffinity(0))
-    on_cpu = config.device == "cpu" or (config.device == "auto" and not os.path.exists("/dev/nvidiactl"))
-    if role == "gpu_runner":
-        env.setdefault("OMP_NUM_THREADS", str(cores if on_cpu else 1))
-        return env
-    env["OMP_NUM_THREADS"] = "1"
-    threads = max(1, cores // (2 * config.tokenizer_workers)) if role == "tokenizer_proc" else 1
-    env["RAYON_NUM_THREADS"] = str(threads)
-    env["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
-    return env
-
-
-def describe_exit(code: int) -> str:
-    """How a process with this `returncode` ended, to follow its name."""
-    if code >= 0:
-        return f"exited with code {code}"
-    return f"was killed by {signal.Signals(-code).name}"
-
-
-def _hand_over(child: Child, config: SidecarConfig) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the child is gone already: its watcher says why
-        write_config(child.stdin, config)
-        child.stdin.flush()
-
-
-def _signal(child: Child, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        child.process.send_signal(number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
@@ -32,32 +33,48 @@ RANDOM_SEQUENCES = 32
 RANDOM_LENGTH = 24
 
 
+@dataclass(frozen=True, slots=True)
+class _Windows:
+    """What windowed streams need. nameless: ids without a token."""
+
+    tokenizer: Tokenizer
+    size: int
+    nameless: frozenset[int]
+    special: frozenset[int]
+
+
 class Vocabulary:
     """Opens text streams for one tokenizer. Ids from 0 to `size` - 1 may be pushed into them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Takes well under a second; nothing is kept of the tokenizer but what streams read."""
+        """Takes well under a second; with a byte table the tokenizer itself is not kept."""
         table = build_byte_table(tokenizer)
-        self._table = table if table is not None and reproduces(tokenizer, table) else None
-        tokens = tokens_by_id(tokenizer) if self._table is None else []
-        self._tokenizer = tokenizer
-        special = special_token_texts(tokenizer)
-        self._nameless = frozenset(index for index, token in enumerate(tokens) if token is None)
-        self._special = frozenset(index for index, token in enumerate(tokens) if token in special)
-        self.size = len(tokens) if self._table is None else self._table.size
+        self._source: ByteTable | _Windows
+        if table is not None and reproduces(tokenizer, table):
+            self._source = table
+        else:
+            tokens, special = tokens_by_id(tokenizer), special_token_texts(tokenizer)
+            self._source = _Windows(
+                tokenizer,
+                size=len(tokens),
+                nameless=frozenset(index for index, token in enumerate(tokens) if token is None),
+                special=frozenset(index for index, token in enumerate(tokens) if token in special),
+            )
+        self.size = self._source.size
 
     @property
     def uses_table(self) -> bool:
-        return self._table is not None
+        return isinstance(self._source, ByteTable)
 
     def open(self, *, skip_special_tokens: bool, prompt_tail: Sequence[int], prompt_tokens: int) -> TextStream:
         """prompt_tail: the prompt's last ids, at most `prompt_tokens` of them; ids out of range are left out."""
         context = [token for token in prompt_tail if 0 <= token < self.size]
-        if self._table is not None:
+        source = self._source
+        if isinstance(source, ByteTable):
             whole = len(prompt_tail) >= prompt_tokens
-            return TableStream(self._table, skip_special_tokens=skip_special_tokens, context=context if whole else None)
-        hidden = self._nameless | self._special if skip_special_tokens else self._nameless
-        return WindowStream(self._tokenizer, hidden=hidden, context=context)
+            return TableStream(source, skip_special_tokens=skip_special_tokens, context=context if whole else None)
+        hidden = source.nameless | source.special if skip_special_tokens else source.nameless
+        return WindowStream(source.tokenizer, hidden=hidden, context=context)
 
 
 def reproduces(tokenizer: Tokenizer, table: ByteTable) -> bool:

@@ -186,7 +186,7 @@ class Worker:
         search = row.search
         if search is not None:
             text = search.push(text)
-            if search.hit >= 0 :
+            if search.hit >= 0:
                 finish, stop_reason = Finish.STOP_STRING, search.hit
             text += search.flush()
         self._close(row, text, finish, stop_reason)

@@ -41,7 +41,8 @@ def measure(batch: int, steps: int) -> dict[str, float]:
     for rid in range(batch):
         prompt = rng.integers(0, 50_000, PROMPT_TOKENS, dtype=np.int32)
         scheduler.add(rid=rid, prompt=prompt, params=params, max_tokens=length - PROMPT_TOKENS)
-    plan_us, commit_us = [], []
+    plan_us: list[float] = []
+    commit_us: list[float] = []
     previous: StepPlan | None = None
     gc.collect()
     gc.disable()

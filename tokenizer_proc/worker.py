@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,17 @@ import numpy as np
 from asyncengine.config import API_WORKER_SHIFT, SidecarConfig
 from asyncengine.errors import StartupError
 from asyncengine.tokenizer_file import TokenizerFile, load_tokenizer
-from asyncengine.wire.messages import Abort, Encoded, Failed, Generate, TokenizerInfo, ToTokenizer
+from asyncengine.wire.messages import (
+    Abort,
+    EncodeChat,
+    Encoded,
+    EncodeIds,
+    EncodeText,
+    Failed,
+    Generate,
+    TokenizerInfo,
+    ToTokenizer,
+)
 from asyncengine.wire.pipes import Pipes, Sender
 from asyncengine.wire.sidecar import HEARTBEAT_SECONDS, Reporter
 from tokenizer_proc.chat_template import ChatTemplate
@@ -25,6 +35,8 @@ from tokenizer_proc.vocabulary import Vocabulary
 
 TURN_MESSAGES = 512
 """Most messages taken in one turn: bounds the time between heartbeats and what an abort must wait for."""
+TURN_BYTES = 4 * 1024 * 1024
+"""A turn takes no further message once it has this much text, for the same reason."""
 BACKLOG_MESSAGES = 64
 """While gpu_runner is this far behind, nothing new is tokenized: requests wait in their pipe."""
 BACKLOG_WAIT_SECONDS = 0.005
@@ -46,7 +58,21 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
         if not worker.flush():
             time.sleep(BACKLOG_WAIT_SECONDS)
         elif receiver.wait(int(HEARTBEAT_SECONDS * 1000)):
-            worker.turn(receiver.drain(TURN_MESSAGES))
+            worker.turn(one_turn(receiver.drain(TURN_MESSAGES)))
+
+
+def one_turn(messages: Iterator[ToTokenizer]) -> Iterator[ToTokenizer]:
+    """The first of `messages`, up to what is enough work for one turn; the rest is left where it is."""
+    size = 0
+    while size < TURN_BYTES and (message := next(messages, None)) is not None:
+        yield message
+        match message:
+            case EncodeText():
+                size += len(message.text)
+            case EncodeChat():
+                size += len(message.messages)
+            case EncodeIds():
+                size += len(message.ids)
 
 
 class Worker:

@@ -51,9 +51,9 @@ class Generation:
         async with aclosing(self._news()) as batches:
             first = await anext(batches)
             try:
-                await out.open()
-                await self._send(out, first, batches)
-                await out.close()
+                async with out:
+                    await self._send(out, first, batches)
+                    await out.close()
             except ConnectionError:
                 pass  # the client is gone: leaving this block is all there is to do
         return out.response

@@ -117,7 +117,7 @@ def kept(distance: Tensor, rows: SamplingRows) -> Tensor:
 
 def uniform_bits(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
     """h of step 6 for every id; an unsigned 32-bit number held in int32. seed, position: [S]. Returns [S, vocab]."""
-    low, high = seed.contiguous().view(torch.int32).view(-1, 2).unbind(dim=1)
+    low, high = (seed & 0xFFFFFFFF).to(torch.int32), (seed >> 32).to(torch.int32)
     position = position.to(torch.int32)
     first_key = _mix(_mix(_mix(low + _signed(GOLDEN)) ^ high) ^ position)
     second_key = _mix(_mix(_mix(position + _signed(0x85EBCA6B)) ^ high) ^ low)
@@ -157,7 +157,7 @@ def _key_that_reaches(key: Tensor, weight: Tensor, wanted: Tensor) -> Tensor:
 
 def _parts(logits: Tensor) -> Iterator[slice]:
     """Rows to work on at a time: few enough that a CPU's intermediate results stay in its cache and a GPU's small."""
-    rows = max(1, (2**16 if logits.device.type == "cpu" else 2**24) // logits.shape[1])
+    rows = max(1, (2**16 if logits.device.type == "cpu" else 2**24) // max(logits.shape[1], 2**11))
     for first in range(0, len(logits), rows):
         yield slice(first, first + rows)
 

@@ -76,7 +76,7 @@ class RadixTree:
             at = at.parent
 
     def unlock(self, node: Node, epoch: int) -> None:
-        """Undo one `lock(node)`; steps up to `epoch`, the last one launched, may still read the pages. Touches the path.
+        """Undo one `lock(node)`; steps up to `epoch`, the last launched, may still read the pages. Touches the path.
 
         A node that nobody holds any more and that was last used together with its only child is merged into it, so
         that a prompt cached chunk by chunk does not stay a chain of small nodes.

@@ -200,18 +200,16 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(short_path: Path) -> None:
     assert "Traceback" not in err
 
 
-def test_options_become_the_configuration(tmp_path: Path) -> None:
-    template = tmp_path / "t.jinja"
-    template.write_text("{{ messages }}")
+def test_options_become_the_configuration() -> None:
     args = "serve org/name --no-enable-prefix-caching --max-num-seqs 8 --dtype float32 --scheduling-policy shortest"
-    parsed = build_parser().parse_args([*args.split(), "--chat-template", str(template), "--kv-cache-tokens", "4096"])
+    parsed = build_parser().parse_args([*args.split(), "--chat-template", "t.jinja", "--kv-cache-tokens", "4096"])
     assert engine_config(parsed) == EngineConfig(
         model="org/name",
         enable_prefix_caching=False,
         max_num_seqs=8,
         dtype="float32",
         scheduling_policy="shortest",
-        chat_template="{{ messages }}",
+        chat_template="t.jinja",
         kv_cache_tokens=4096,
     )
     assert engine_config(build_parser().parse_args(["chat"])) == EngineConfig()

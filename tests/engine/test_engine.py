@@ -16,8 +16,8 @@ import pytest_asyncio
 
 from asyncengine import AsyncEngine, ChatPrompt, Delta, EngineConfig, SamplingParams
 from asyncengine.config import Role
-from asyncengine.engine import pack_ids
 from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError, StartupError
+from asyncengine.prompt_messages import pack_ids
 from asyncengine.wire.pipes import Sender
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -232,7 +232,7 @@ async def test_text_that_is_no_unicode_is_refused(engine: AsyncEngine) -> None:
 
 
 async def test_a_prompt_larger_than_a_frame_is_refused(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncengine.engine.MAX_PROMPT_BYTES", 100)
+    monkeypatch.setattr("asyncengine.prompt_messages.MAX_PROMPT_BYTES", 100)
     with pytest.raises(InvalidRequestError, match="the prompt is 101 bytes long; at most 100 are accepted"):
         await collect(engine.generate("x" * 101))
 

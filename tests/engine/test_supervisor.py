@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from asyncengine import supervisor as supervisor_module
+from asyncengine.child import describe_exit, sidecar_environment
 from asyncengine.config import EngineConfig, Role
 from asyncengine.errors import StartupError
-from asyncengine.supervisor import Supervisor, describe_exit, sidecar_environment
+from asyncengine.supervisor import Supervisor
 
 TESTS = Path(__file__).parents[1]
 MODULES: dict[Role, str] = {

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.engine_core import EngineCore
 
+from asyncengine.config import SchedulingPolicy
 from asyncengine.errors import InvalidRequestError
 from asyncengine.sampling import SamplingParams
 from asyncengine.wire.messages import Finish
 from gpu_runner.schedule.buckets import bucket_for, token_buckets
 from gpu_runner.schedule.scheduler import Scheduler
-from support.engine_core import EngineCore
 
 
 def prompt_of(length: int, *, seed: int = 0, vocab_size: int = 50) -> np.ndarray:
@@ -267,7 +268,7 @@ def test_a_stop_hit_ends_the_row_and_frees_its_pages() -> None:
     ("policy", "order"),
     [("fcfs", [1, 2, 3, 4]), ("shortest", [1, 3, 2, 4]), ("longest", [1, 4, 2, 3]), ("priority", [1, 4, 3, 2])],
 )
-def test_policies_order_what_waits(policy: str, order: list[int]) -> None:
+def test_policies_order_what_waits(policy: SchedulingPolicy, order: list[int]) -> None:
     core = EngineCore(max_num_seqs=1, policy=policy, max_num_batched_tokens=64)
     core.add(1, prompt_of(4, seed=1), 5, ignore_eos=True, priority=-9)
     core.turn()
@@ -302,13 +303,13 @@ def test_an_important_request_takes_a_row_when_all_rows_are_taken() -> None:
 
 def test_what_can_never_fit_is_refused_with_both_numbers_and_harms_nobody() -> None:
     core = EngineCore(num_pages=8, max_model_len=256)
-    with pytest.raises(InvalidRequestError, match="113 tokens.*holds 112") as refused:
+    with pytest.raises(InvalidRequestError, match=r"113 tokens.*holds 112") as refused:
         core.add(1, prompt_of(113), 1)
     assert refused.value.code == "kv_cache_exceeded"
     with pytest.raises(InvalidRequestError, match="256") as refused:
         core.add(1, prompt_of(256), 1)
     assert refused.value.code == "context_length_exceeded"
-    with pytest.raises(InvalidRequestError, match="200 tokens.*57.*256") as refused:
+    with pytest.raises(InvalidRequestError, match=r"200 tokens.*57.*256") as refused:
         core.add(1, prompt_of(200), 57)
     assert refused.value.code == "context_length_exceeded"
     core.add(2, prompt_of(112), 1, ignore_eos=True)

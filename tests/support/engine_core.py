@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import numpy as np
+from support.paged_model import PagedModel, expected_output
 
 from asyncengine.config import SchedulingPolicy
 from asyncengine.sampling import SamplingParams
 from asyncengine.wire.messages import Finish
 from gpu_runner.schedule.plan import StepPlan
 from gpu_runner.schedule.scheduler import Scheduler, StepOutput
-from support.paged_model import PagedModel, expected_output
 
 
 class EngineCore:
@@ -56,11 +57,10 @@ class EngineCore:
         self.finish_order: list[int] = []
         self.row_of: dict[tuple[int, int], int] = {}  # (slot, gen) -> rid
 
-    def add(self, rid: int, prompt: np.ndarray | list[int], max_tokens: int, **params: object) -> None:
+    def add(self, rid: int, prompt: np.ndarray | list[int], max_tokens: int, **params: Any) -> None:
         prompt = np.asarray(prompt, np.int32)
         sampling = SamplingParams(max_tokens=max_tokens, **params)
-        namespace = str(params.get("namespace", ""))
-        self.scheduler.add(rid=rid, prompt=prompt, params=sampling, max_tokens=max_tokens, namespace=namespace)
+        self.scheduler.add(rid=rid, prompt=prompt, params=sampling, max_tokens=max_tokens)
         for choice in range(sampling.n):
             self.prompts[rid + choice] = prompt
             self.limits[rid + choice] = len(prompt) + max_tokens

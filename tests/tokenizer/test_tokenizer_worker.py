@@ -36,7 +36,7 @@ from asyncengine.wire.messages import (
 from asyncengine.wire.pipes import Pipes, Receiver, make_run_dir
 from asyncengine.wire.sidecar import write_config
 from tokenizer_proc.prompt_encoder import PromptEncoder
-from tokenizer_proc.worker import Worker
+from tokenizer_proc.worker import TURN_BYTES, Worker, one_turn
 
 PARAMS = SamplingParams(max_tokens=4)
 OTHER = 3 << API_WORKER_SHIFT
@@ -182,6 +182,13 @@ def test_nothing_new_is_taken_while_gpu_runner_does_not_read(loaded: Callable[[s
     run_dir.rmdir()
 
 
+def test_a_turn_ends_early_when_it_has_a_lot_of_text() -> None:
+    long = text(1, "x" * (TURN_BYTES // 2))
+    messages = iter([long, long, text(2), Abort(3)])
+    assert list(one_turn(messages)) == [long, long]
+    assert list(one_turn(messages)) == [text(2), Abort(3)]
+
+
 # ------------------------------------------------------------------------------------------------------- whole process
 
 
@@ -212,7 +219,7 @@ def test_the_process_serves_text_ids_and_chats_until_it_is_told_to_end(ends: End
         assert (ready.role, ready.index, ready.pid) == ("tokenizer_proc", 0, child.pid)
         assert ready.info == {"vocab_size": 49152, "has_chat_template": True}
         requests = ends.pipes.sender("tokenizer.0")
-        requests.socket.send(b"\x80\x04K\x01.")  # a pickle: dropped and counted
+        requests.socket.send(b"\x80\x04K\x01.")  # no frame of ours: dropped and counted
         messages = json.dumps([{"role": "user", "content": "What is the capital of France?"}]).encode()
         requests.send(EncodeChat(1, messages, PARAMS, ""))
         requests.send(EncodeIds(2, np.array([7, 49152], dtype=np.int32).tobytes(), PARAMS, ""))
@@ -221,7 +228,7 @@ def test_the_process_serves_text_ids_and_chats_until_it_is_told_to_end(ends: End
         chat, hello = receive(ends.runner, 2)
         assert len(chat.ids) // 4 == 37
         assert (hello.rid, hello.max_tokens) == (4, 8191)
-        failures = {}
+        failures: dict[int, Failed] = {}
         while len(failures) < 2:
             (message,) = receive(ends.engine, 1)
             if isinstance(message, Failed):

@@ -1,0 +1,114 @@
+"""One sidecar as its parent sees it: a process, its environment, and the pipe that is its life-line."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from asyncengine.config import EngineConfig, Role, SidecarConfig
+from asyncengine.errors import StartupError
+from asyncengine.wire.messages import Ready
+from asyncengine.wire.sidecar import write_config
+
+ENVIRONMENT_NAMES = frozenset(
+    {"PATH", "HOME", "USER", "LANG", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_NUM_THREADS"}
+)
+ENVIRONMENT_PREFIXES = ("LC_", "PYTHON", "CUDA_", "NVIDIA_", "NCCL_", "TORCH", "PYTORCH_", "TRITON_", "ASYNCENGINE_")
+
+
+@dataclass(eq=False)
+class Child:
+    """One sidecar process. `heard`: when its last message was read; `phase`: what its start-up is busy with."""
+
+    role: Role
+    index: int
+    count: int
+    process: subprocess.Popen[bytes]
+    pidfd: int
+    started: float
+    heard: float
+    phase_started: float
+    phase: str = "start process"
+    ready: Ready | None = None
+    gauges: dict[str, int] = field(default_factory=dict)
+    last_words: str | None = None
+    exited: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def name(self) -> str:
+        return self.role if self.count == 1 else f"{self.role} {self.index}"
+
+    def configure(self, config: SidecarConfig) -> None:
+        """Hand over the configuration; may block until the child reads. If it is gone, `wait` tells."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            write_config(self.process.stdin, config)
+            self.process.stdin.flush()
+
+    def signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+    async def wait(self) -> int:
+        """Wait, once, for the child's end; returns its code, which is negative for a signal."""
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self.pidfd, self.exited.set)
+        try:
+            await self.exited.wait()
+        finally:
+            loop.remove_reader(self.pidfd)
+            os.close(self.pidfd)
+        return self.process.wait()
+
+    def release(self) -> None:
+        """Close the life-line of a child that has ended."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+
+def start_child(config: EngineConfig, role: Role, index: int, count: int, *, module: str) -> Child:
+    """Start `python -m module` as worker `index` of `count` of a role. Its death signal is tied to this thread."""
+    # -P: a file in the current directory must not shadow the standard library or a sidecar's package.
+    # A new session keeps a terminal's Ctrl-C from reaching the children before this process decides.
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=2,
+            env=sidecar_environment(os.environ, config, role),
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise StartupError(f"cannot start {role}: {error}") from error
+    now = time.monotonic()
+    return Child(role, index, count, process, os.pidfd_open(process.pid), now, now, now)
+
+
+def sidecar_environment(environ: Mapping[str, str], config: EngineConfig, role: Role) -> dict[str, str]:
+    """A sidecar's environment: an allow-list of this process's (no tokens, no keys) and how many threads to use."""
+    env = {k: v for k, v in environ.items() if k in ENVIRONMENT_NAMES or k.startswith(ENVIRONMENT_PREFIXES)}
+    cores = len(os.sched_getaffinity(0))
+    on_cpu = config.device == "cpu" or (config.device == "auto" and not os.path.exists("/dev/nvidiactl"))
+    if role == "gpu_runner":
+        env.setdefault("OMP_NUM_THREADS", str(cores if on_cpu else 1))
+        return env
+    env["OMP_NUM_THREADS"] = "1"
+    threads = max(1, cores // (2 * config.tokenizer_workers)) if role == "tokenizer_proc" else 1
+    env["RAYON_NUM_THREADS"] = str(threads)
+    env["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
+    return env
+
+
+def describe_exit(code: int) -> str:
+    """How a process with this `returncode` ended, to follow its name."""
+    if code >= 0:
+        return f"exited with code {code}"
+    return f"was killed by {signal.Signals(-code).name}"

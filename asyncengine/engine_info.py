@@ -1,0 +1,33 @@
+"""What an engine says about itself."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+HealthState = Literal["starting", "ready", "stalled", "failed", "closed"]
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts of a started engine. model: the name it is served under. max_model_len: tokens, prompt plus answer."""
+
+    model: str
+    model_path: str
+    architecture: str
+    device: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    num_pages: int
+    weight_bytes: int
+    kv_cache_bytes: int
+    has_chat_template: bool
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """state: "ready" is the only one that serves; "stalled" may recover (a process has stopped sending heartbeats),
+    "failed" and "closed" do not. detail: one sentence for a person, "" while ready."""
+
+    state: HealthState
+    detail: str = ""

@@ -1,0 +1,91 @@
+"""A caller's prompt as the message that asks a tokenizer worker for it, checked as far as can be done at once."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+
+from asyncengine.engine_info import EngineInfo
+from asyncengine.errors import InvalidRequestError
+from asyncengine.sampling import SamplingParams
+from asyncengine.streams import ChatPrompt
+from asyncengine.wire.messages import EncodeChat, EncodeIds, EncodeText
+from asyncengine.wire.pipes import MAX_MESSAGE_BYTES
+
+MAX_PROMPT_BYTES = MAX_MESSAGE_BYTES // 2
+"""A larger prompt is refused: its frame would be dropped by the pipe, and no context holds it anyway."""
+
+
+def prompt_message(
+    rid: int,
+    prompt: str | Sequence[int] | ChatPrompt,
+    params: SamplingParams,
+    namespace: str,
+    *,
+    info: EngineInfo,
+) -> tuple[EncodeText | EncodeIds | EncodeChat, int]:
+    """The message and its prompt's size in bytes; raises `InvalidRequestError`."""
+    message: EncodeText | EncodeIds | EncodeChat
+    for stop in params.stop:
+        _utf8("stop", stop)
+    _utf8("namespace", namespace)
+    if isinstance(prompt, str):
+        message, size = EncodeText(rid, prompt, params, namespace), len(_utf8("prompt", prompt))
+    elif isinstance(prompt, ChatPrompt):
+        if not info.has_chat_template:
+            raise InvalidRequestError(
+                f"{info.model} has no chat template; use text or token ids", code="no_chat_template"
+            )
+        messages = _json("messages", prompt.messages)
+        kwargs = _json("template_kwargs", prompt.template_kwargs) if prompt.template_kwargs else b""
+        message = EncodeChat(rid, messages, params, namespace, prompt.add_generation_prompt, kwargs)
+        size = len(messages) + len(kwargs)
+    else:
+        ids = pack_ids(prompt, info.vocab_size)
+        message, size = EncodeIds(rid, ids, params, namespace), len(ids)
+    if size > MAX_PROMPT_BYTES:
+        raise InvalidRequestError(
+            f"the prompt is {size} bytes long; at most {MAX_PROMPT_BYTES} are accepted", code="prompt_too_large"
+        )
+    return message, size
+
+
+def pack_ids(ids: Sequence[int], vocab_size: int) -> bytes:
+    """Token ids as an int32 array; raises `InvalidRequestError` naming the first id that is none."""
+    if not {int} >= set(map(type, ids)) or not ids or min(ids) < 0 or max(ids) >= vocab_size:
+        for position, value in enumerate(ids):
+            if type(value) is not int or not 0 <= value < vocab_size:
+                raise InvalidRequestError(
+                    f"prompt[{position}] is {value!r}; a token id must be an integer from 0 to {vocab_size - 1}",
+                    code="invalid_token_id",
+                    param="prompt",
+                )
+        raise InvalidRequestError("the prompt must have at least one token", code="empty_prompt", param="prompt")
+    return array("i", ids).tobytes()
+
+
+def _json(name: str, value: object) -> bytes:
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError as error:
+        raise _not_unicode(name, error) from None
+    except (TypeError, RecursionError) as error:
+        raise InvalidRequestError(f"{name} cannot be written as JSON: {error}", param=name) from None
+
+
+def _utf8(name: str, text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise _not_unicode(name, error) from None
+
+
+def _not_unicode(name: str, error: UnicodeEncodeError) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{name} holds half a surrogate pair (U+{ord(error.object[error.start]):04X}) at character {error.start}; "
+        "text must be valid Unicode",
+        code="invalid_unicode",
+        param=name,
+    )
