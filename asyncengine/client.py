@@ -60,11 +60,12 @@ _CHUNK = msgspec.json.Decoder(_ChunkJson)
 class AsyncClient:
     """A server's models, for use as `async with AsyncClient("http://127.0.0.1:8000") as client`.
 
-    model: the name to ask for; None takes the one the server has. One client serves any number of concurrent requests.
+    base_url: with or without its /v1. model: the name to ask for; None takes the one the server has. One client serves
+    any number of concurrent requests. The server must be this one: deltas need fields that others do not send.
     """
 
     def __init__(self, base_url: str, *, model: str | None = None) -> None:
-        self._base_url = base_url.rstrip("/")
+        self._base_url = base_url.rstrip("/").removesuffix("/v1")
         self._model = model
         self._session: aiohttp.ClientSession | None = None
 

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 API_WORKER = 0
 DRAIN_LIMIT = 64
 """Messages read before the event loop's other callbacks get their turn."""
+RETRY_SECONDS = 0.01
 
 
 class _Tokenizer:
@@ -79,12 +80,14 @@ class AsyncEngine:
         self._supervisor = Supervisor(config, on_failure=self._fail, progress=progress, modules=modules)
         self._state: HealthState = "starting"
         self._detail = "the engine is starting"
+        self._begun = False
         self._receiver: Receiver | None = None
         self._fd = -1
         self._control: Sender | None = None
         self._tokenizers: list[_Tokenizer] = []
         self._requests: dict[int, _Request] = {}  # by the rid of every choice
         self._open_streams = 0
+        self._retry: asyncio.TimerHandle | None = None
         self._next_rid = API_WORKER << API_WORKER_SHIFT
 
     @classmethod
@@ -155,8 +158,9 @@ class AsyncEngine:
         return Health(state=self._state, detail=self._detail)
 
     async def _start(self) -> AsyncEngine:
-        if self._state != "starting" or self._receiver is not None:
+        if self._begun:
             raise EngineError("an AsyncEngine is started once")
+        self._begun = True
         try:
             model = await self._supervisor.prepare()
             self._receiver = self._supervisor.pipes.receiver(f"engine.{API_WORKER}", ToEngine)
@@ -212,24 +216,31 @@ class AsyncEngine:
             abort = Abort(stream.rid + index)
             self._control.send(abort)
             request.tokenizer.sender.send(abort)
+        if self._retry is None:
+            self._flush()
 
     def _read(self) -> None:
         """Take in what has arrived on the engine's pipe; the descriptor is edge-triggered, so leave nothing unseen."""
         if self._receiver is None:
             return
         for message in self._receiver.drain(DRAIN_LIMIT):
-            match message:
-                case Deltas():
-                    self._feed(message)
-                case Encoded():
-                    for rid in memoryview(message.rids).cast("Q"):
-                        if request := self._requests.get(rid):
-                            request.acknowledge()
-                case Failed():
-                    self._refuse(message)
-        self._flush()
+            try:
+                self._handle(message)
+            except (TypeError, ValueError):
+                logger.exception("dropped a frame whose columns contradict each other")
         if self._receiver.pending():
             asyncio.get_running_loop().call_soon(self._read)
+
+    def _handle(self, message: ToEngine) -> None:
+        match message:
+            case Deltas():
+                self._feed(message)
+            case Encoded():
+                for rid in memoryview(message.rids).cast("Q"):
+                    if request := self._requests.get(rid):
+                        request.acknowledge()
+            case Failed():
+                self._refuse(message)
 
     def _feed(self, deltas: Deltas) -> None:
         """The one loop over requests: hand each its part of a frame."""
@@ -268,11 +279,13 @@ class AsyncEngine:
         request.stream.fail(error, gone=failed.rid - request.stream.rid)
 
     def _flush(self) -> None:
-        """Push on aborts that found a pipe full."""
-        if self._control is not None:
-            self._control.flush()
-        for tokenizer in self._tokenizers:
-            tokenizer.sender.flush()
+        """Push on aborts that found a pipe full, now and until none is left."""
+        self._retry = None
+        if self._state != "ready" or self._control is None:
+            return
+        flushed = [sender.flush() for sender in (self._control, *(worker.sender for worker in self._tokenizers))]
+        if not all(flushed):
+            self._retry = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._flush)
 
     def _fail(self, reason: str) -> None:
         logger.error("the engine has failed: %s", reason)

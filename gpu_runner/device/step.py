@@ -56,7 +56,7 @@ class Step:
 
     @torch.inference_mode()
     def run(self, step: PackedStep, upload: Tensor, results: Tensor) -> None:
-        """Queue the whole step: in goes `upload`, a ring slot's packed plan, out to `results` R tokens and R finish values."""
+        """Queue the whole step. upload: a ring slot's packed plan. results: takes R tokens, then R finish values."""
         inputs = self._inputs
         inputs[: step.words].copy_(upload[: step.words], non_blocking=True)
         self._start_rows(step)

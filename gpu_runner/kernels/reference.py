@@ -9,6 +9,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+BLOCK_BYTES = 4 * 1024 * 1024
+"""Keys gathered at once for decode rows. Larger blocks leave the cache, and cost fresh memory from the system."""
+
 
 def rope_cos_sin(positions: Tensor, inv_freq: Tensor) -> Tensor:
     angles = positions.to(torch.float32)[:, None] * inv_freq
@@ -70,10 +73,15 @@ def paged_attention(
     window: int | None,
 ) -> Tensor:
     out = torch.zeros_like(q)
-    if num_decode_rows:
-        lengths = torch.from_numpy(row_start[:num_decode_rows].astype(np.int64) + 1).to(q.device)
-        rows = page_table[row_slot[:num_decode_rows]]
-        out[:num_decode_rows] = _decode_attention(q[:num_decode_rows], kv_layer, lengths, rows, scale, window)
+    position_bytes = kv_layer[0, 0, :, 0].nbytes
+    row = 0
+    while row < num_decode_rows:
+        longest = int(row_start[row:num_decode_rows].max()) + 1
+        block = slice(row, min(num_decode_rows, row + max(1, BLOCK_BYTES // (longest * position_bytes))))
+        lengths = row_start[block].astype(np.int64) + 1
+        pages = page_table[row_slot[block]]
+        out[block] = _decode_attention(q[block], kv_layer, lengths, pages, scale, window)
+        row = block.stop
     token = num_decode_rows
     for row in range(num_decode_rows, len(row_len)):
         start, count = int(row_start[row]), int(row_len[row])
@@ -84,13 +92,13 @@ def paged_attention(
 
 
 def _decode_attention(
-    q: Tensor, kv_layer: Tensor, lengths: Tensor, pages: Tensor, scale: float, window: int | None
+    q: Tensor, kv_layer: Tensor, lengths: NDArray[np.int64], pages: Tensor, scale: float, window: int | None
 ) -> Tensor:
     """One query per row: all rows at once. q: [R, heads, head_dim], lengths: [R], pages: [R, pages_per_seq]."""
     rows, _, head_dim = q.shape
     num_kv_heads = kv_layer.shape[2]
     position = torch.arange(int(lengths.max()), device=q.device)
-    last = lengths[:, None] - 1
+    last = torch.from_numpy(lengths).to(q.device)[:, None] - 1
     # Past its end a row reads its last position again, masked: nothing it does not own may enter, were it NaN.
     k, v = _gather(kv_layer, pages, torch.minimum(position, last))
     seen = position <= last

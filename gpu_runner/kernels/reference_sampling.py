@@ -81,7 +81,7 @@ def sample(logits: Tensor, rows: SamplingRows, *, filtered: bool) -> Tensor:
     filtered: some row may have a top-k, top-p or min-p; without, they are not looked at, and the tokens are the same.
     """
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    for part in _parts(logits):
+    for part in _parts(logits, filtered=filtered):
         chosen = rows[part]
         distance = scaled_distance(logits[part], chosen.temperature)
         if filtered:
@@ -155,9 +155,10 @@ def _key_that_reaches(key: Tensor, weight: Tensor, wanted: Tensor) -> Tensor:
     return found
 
 
-def _parts(logits: Tensor) -> Iterator[slice]:
+def _parts(logits: Tensor, *, filtered: bool) -> Iterator[slice]:
     """Rows to work on at a time: few enough that a CPU's intermediate results stay in its cache and a GPU's small."""
-    rows = max(1, (2**16 if logits.device.type == "cpu" else 2**24) // max(logits.shape[1], 2**11))
+    row_elements = max(logits.shape[1], 2**11 if filtered else 1)  # a radix select's table is 2**11 wide
+    rows = max(1, (2**17 if logits.device.type == "cpu" else 2**24) // row_elements)
     for first in range(0, len(logits), rows):
         yield slice(first, first + rows)
 
@@ -169,7 +170,7 @@ def _mix(x: Tensor, between: Tensor | None = None) -> Tensor:
         x = x + between
     x = x ^ _shift_right(x, 15)
     x = x * _signed(0x846CA68B)
-    x = x ^ _shift_right(x, 16)
+    x ^= _shift_right(x, 16)
     return x
 
 

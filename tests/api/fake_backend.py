@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
-from asyncengine.engine import EngineInfo, Health
+from asyncengine.engine_info import EngineInfo, Health
 from asyncengine.errors import EngineError, InvalidRequestError
 from asyncengine.sampling import SamplingParams
 from asyncengine.streams import ChatPrompt, Delta

@@ -7,7 +7,7 @@ from api_server import Server
 from fake_backend import MODEL, FakeBackend
 
 from asyncengine.api.app import bound_port, make_app, run_app
-from asyncengine.engine import Health
+from asyncengine.engine_info import Health
 from asyncengine.errors import StartupError
 
 

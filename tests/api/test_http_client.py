@@ -91,7 +91,7 @@ async def test_a_very_long_delta_arrives_whole(client: AsyncClient, backend: Fak
 
 
 async def test_another_models_name_is_refused(server: Server) -> None:
-    async with AsyncClient(server.url + "/", model="other") as client:
+    async with AsyncClient(server.url + "/v1/", model="other") as client:
         with pytest.raises(InvalidRequestError) as error:
             await anext(client.generate("a"))
     assert error.value.code == "model_not_found"

@@ -54,7 +54,7 @@ def test_a_pool_beyond_memory_is_refused_saying_what_fits() -> None:
 def test_a_context_beyond_the_model_or_the_pool_is_refused_saying_what_fits() -> None:
     with pytest.raises(StartupError, match="max_model_len 257 is beyond the 256 positions"):
         wanted_model_len(EngineConfig(max_model_len=257), CONFIG)
-    with pytest.raises(StartupError, match="max_model_len 256 does not fit .* 112 tokens; lower max_model_len to 112"):
+    with pytest.raises(StartupError, match=r"max_model_len 256 does not fit .* 112 tokens; lower max_model_len to 112"):
         size(EngineConfig(max_model_len=256, kv_cache_tokens=112))
     assert wanted_model_len(EngineConfig(max_model_len=256), CONFIG) == 256
     assert wanted_model_len(EngineConfig(), CONFIG) == 256

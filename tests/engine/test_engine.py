@@ -18,6 +18,7 @@ from asyncengine import AsyncEngine, ChatPrompt, Delta, EngineConfig, SamplingPa
 from asyncengine.config import Role
 from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError, StartupError
 from asyncengine.prompt_messages import pack_ids
+from asyncengine.wire.messages import Deltas, Encoded, Failed
 from asyncengine.wire.pipes import Sender
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -137,6 +138,7 @@ async def test_leaving_early_aborts_the_request_wherever_it_is(engine: AsyncEngi
         break
     async with aclosing(engine.generate([60, 61], msgspec.structs.replace(ENDLESS, n=2))) as deltas:
         await anext(deltas)
+        await until(lambda: engine.gauges()["running"] == 2)
     waiting = [asyncio.create_task(collect(engine.generate("a b c", ENDLESS))) for _ in range(20)]
     await asyncio.sleep(0)
     for task in waiting:
@@ -242,6 +244,33 @@ async def test_a_full_pipe_is_overload(engine: AsyncEngine, monkeypatch: pytest.
     with pytest.raises(OverloadedError):
         await collect(engine.generate("x"))
     assert engine.gauges()["open_streams"] == 0
+
+
+async def test_an_abort_that_finds_the_pipes_full_goes_out_later(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = engine.generate([45, 46], ENDLESS)
+    await anext(stream)
+    await until(lambda: engine.gauges()["running"] == 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Sender, "_offer", lambda self, data: False)
+        await stream.aclose()
+        assert engine._retry is not None
+    await until(lambda: is_idle(engine))
+    assert engine._retry is None
+
+
+async def test_frames_that_make_no_sense_are_dropped(engine: AsyncEngine) -> None:
+    intruder = engine._supervisor.pipes.sender("engine.0")
+    intruder.socket.send(b"\x80\x04\x95pickled?")
+    for size in (3, 8):
+        intruder.send(Deltas(bytes(size), b"", bytes(3), b"", b"", b"", b"", b"", b""))
+    intruder.send(Encoded(0, bytes(5), b""))
+    intruder.send(Failed(2**55, 400, "nobody's", "", None))
+    assert engine._receiver is not None
+    receiver = engine._receiver
+    await until(lambda: receiver.malformed == 1)
+    assert text_of(await collect(engine.generate("still here"))) == "still here"
 
 
 async def test_many_streams_at_once_keep_their_texts_apart(engine: AsyncEngine) -> None:

@@ -208,7 +208,7 @@ def test_tokens_follow_the_softmax_over_seeds_and_over_positions(varies: str, te
 
 
 def test_filtered_tokens_follow_the_softmax_over_the_kept_ids() -> None:
-    count, vocab = 6_000, 64
+    count, vocab = 3_000, 64
     logits = random_logits(1, vocab, seed=8) / 2
     setting = rows(count, top_k=20, top_p=0.9, min_p=0.02, seed=torch.arange(count), position=9)
     drawn = sample(logits.expand(count, vocab), setting, filtered=True)

@@ -53,7 +53,8 @@ def test_chunked_prefill_gives_the_same_logits(pair: tuple[PreTrainedModel, Deco
     model, decoder = pair
     tokens = prompt(53, seed=2)
     assert_close(
-        PagedDriver(decoder, num_slots=1, max_tokens=64).prefill(0, tokens, chunk=chunk), reference_logits(model, tokens)
+        PagedDriver(decoder, num_slots=1, max_tokens=64).prefill(0, tokens, chunk=chunk),
+        reference_logits(model, tokens),
     )
 
 

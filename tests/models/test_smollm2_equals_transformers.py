@@ -70,9 +70,7 @@ def transformers_model(path: Path) -> LlamaForCausalLM:
 def test_20_prompts_give_the_64_greedy_tokens_of_transformers() -> None:
     path = model_file()
     generator = torch.Generator().manual_seed(5)
-    prompts = [
-        torch.randint(3, 49152, (1 + 2 * index,), generator=generator).tolist() for index in range(NUM_PROMPTS)
-    ]
+    prompts = [torch.randint(3, 49152, (1 + 2 * index,), generator=generator).tolist() for index in range(NUM_PROMPTS)]
     seen: list[tuple[int, int]] = []
     decoder = load_model(
         str(path),

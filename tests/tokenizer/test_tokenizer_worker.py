@@ -184,7 +184,7 @@ def test_nothing_new_is_taken_while_gpu_runner_does_not_read(loaded: Callable[[s
 
 def test_a_turn_ends_early_when_it_has_a_lot_of_text() -> None:
     long = text(1, "x" * (TURN_BYTES // 2))
-    messages = iter([long, long, text(2), Abort(3)])
+    messages: Iterator[Any] = iter([long, long, text(2), Abort(3)])
     assert list(one_turn(messages)) == [long, long]
     assert list(one_turn(messages)) == [text(2), Abort(3)]
 
