@@ -7,7 +7,7 @@ to a buffer of the device, where the arrays are views again. Buffers are pinned 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +25,7 @@ NUM_SECTIONS = 17
 DTYPES: dict[str, torch.dtype] = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
+class Section(NamedTuple):
     """Where one array lies in an upload buffer."""
 
     first: int  # word
@@ -134,8 +133,11 @@ class _Writer:
         self.used = 0
 
     def add(self, values: NDArray[Any]) -> Section:
+        dtype = DTYPES[values.dtype.name]
+        if not values.size:
+            return Section(self.used, 0, dtype, values.shape)
         words = np.ascontiguousarray(values).view(np.int32).reshape(-1)
         first, self.used = self.used, self.used + len(words)
         self._buffer[first : self.used] = words
         self.used += -self.used % ALIGNMENT_WORDS
-        return Section(first, len(words), DTYPES[values.dtype.name], values.shape)
+        return Section(first, len(words), dtype, values.shape)

@@ -100,7 +100,8 @@ class Executor:
         return len(self._in_flight)
 
     def launch(self, plan: StepPlan) -> None:
-        """Hand a step to the device and return at once. Raises RuntimeError when two are in flight already.
+        """Hand a step to the device and return at once. Raises RuntimeError when two are in flight already; what the
+        step itself raises comes out of `collect`.
 
         The plan's arrays must not change until the step was collected.
         """
@@ -114,7 +115,10 @@ class Executor:
         self._in_flight.append((plan, slot))
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step in flight. Raises what the step raised; the executor is then of no more use."""
+        """Wait for the oldest step in flight; there must be one.
+
+        Raises what that step or one before it raised; the executor is then of no more use.
+        """
         plan, slot = self._in_flight.popleft()
         slot.mark.wait()
         tokens, finish = slot.results[: 2 * plan.num_rows].numpy().reshape(2, plan.num_rows)

@@ -25,7 +25,7 @@ class Mark(Protocol):
 class Stream(Protocol):
     """Runs work in the order of submission, without the submitter waiting for it.
 
-    Work that fails ends the stream: later work is skipped and every later mark raises the same error.
+    Work that raises ends the stream: later work is skipped, and every later mark raises the same error.
     """
 
     def submit(self, work: Work) -> None: ...
@@ -36,6 +36,21 @@ class Stream(Protocol):
         """Finish what was submitted; nothing may be submitted after."""
 
 
+class _Guard:
+    """Runs work until some fails, and keeps that error for those who wait."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def run(self, work: Work) -> None:
+        if self.error is not None:
+            return
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - raised where the work is waited for
+            self.error = error
+
+
 class WorkerStream:
     """One daemon thread is the device.
 
@@ -44,51 +59,36 @@ class WorkerStream:
 
     def __init__(self, name: str, prepare: Work) -> None:
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        self._error: Exception | None = None
+        self._guard = _Guard()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         self.submit(prepare)
 
     def submit(self, work: Work) -> None:
-        self._queue.put(lambda: self._guarded(work))
+        self._queue.put(lambda: self._guard.run(work))
 
     def mark(self) -> Mark:
-        return _WorkerMark(self)
+        return _WorkerMark(self._queue, self._guard)
 
     def close(self) -> None:
         self._queue.put(None)
         self._thread.join()
 
-    def enqueue(self, work: Work) -> None:
-        """Like `submit`, but runs also after a failure; must not raise."""
-        self._queue.put(work)
-
-    @property
-    def error(self) -> Exception | None:
-        return self._error
-
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
             work()
 
-    def _guarded(self, work: Work) -> None:
-        if self._error is not None:
-            return
-        try:
-            work()
-        except Exception as error:  # noqa: BLE001 - handed to whoever waits for the work
-            self._error = error
-
 
 class _WorkerMark:
-    def __init__(self, stream: WorkerStream) -> None:
-        self._stream = stream
+    def __init__(self, work: queue.SimpleQueue[Work | None], guard: _Guard) -> None:
+        self._queue = work
+        self._guard = guard
         self._reached = threading.Event()
         self._error: Exception | None = None
 
     def record(self) -> None:
         self._reached.clear()
-        self._stream.enqueue(self._reach)
+        self._queue.put(self._reach)
 
     def wait(self) -> None:
         self._reached.wait()
@@ -96,35 +96,41 @@ class _WorkerMark:
             raise self._error
 
     def _reach(self) -> None:
-        self._error = self._stream.error
+        self._error = self._guard.error
         self._reached.set()
 
 
 class CudaStream:
-    """A stream of one GPU. Work is host code that queues kernels: it runs in `submit`, the kernels when their turn
-    comes. What the host code raises comes out of `submit`, what a kernel does wrong out of the next wait."""
+    """A stream of one GPU. Work is host code that queues kernels: it runs within `submit`, the kernels when their turn
+    comes."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._guard = _Guard()
 
     def submit(self, work: Work) -> None:
         with torch.cuda.stream(self._stream):
-            work()
+            self._guard.run(work)
 
     def mark(self) -> Mark:
-        return _CudaMark(self._stream)
+        return _CudaMark(self._stream, self._guard)
 
     def close(self) -> None:
         self._stream.synchronize()
 
 
 class _CudaMark:
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: torch.cuda.Stream, guard: _Guard) -> None:
         self._stream = stream
+        self._guard = guard
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._error: Exception | None = None
 
     def record(self) -> None:
+        self._error = self._guard.error
         self._event.record(self._stream)
 
     def wait(self) -> None:
         self._event.synchronize()
+        if self._error is not None:
+            raise self._error

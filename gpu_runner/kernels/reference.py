@@ -42,7 +42,7 @@ def qk_norm_rope_write(
 ) -> Tensor:
     _, _, num_kv_heads, page_size, head_dim = kv_layer.shape
     heads = qkv.view(len(qkv), -1, head_dim)
-    q, k, v = torch.split(heads, (num_heads, num_kv_heads, num_kv_heads), dim=1)
+    q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if q_norm is not None:
         q = rms_norm(q, q_norm, eps)
     if k_norm is not None:

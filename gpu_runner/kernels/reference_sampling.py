@@ -176,7 +176,7 @@ def _mix(x: Tensor, between: Tensor | None = None) -> Tensor:
 
 def _shift_right(x: Tensor, count: int) -> Tensor:
     """Of an int32 taken as unsigned."""
-    return (x >> count) & (2 ** (32 - count) - 1)
+    return torch.bitwise_and(x >> count, 2 ** (32 - count) - 1)
 
 
 def _signed(value: int) -> int:

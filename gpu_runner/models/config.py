@@ -8,9 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from asyncengine.config import MAX_STOP_IDS
 from asyncengine.errors import StartupError
+from asyncengine.sampling import MAX_STOP_TOKEN_IDS
 
 MAX_LAYERS = 1024
+MAX_EOS_IDS = MAX_STOP_IDS - MAX_STOP_TOKEN_IDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +92,10 @@ class ModelConfig:
         if self.rope.divisors is not None and len(self.rope.divisors) != self.head_dim // 2:
             raise StartupError(
                 f"{self.source}: {len(self.rope.divisors)} rope factors for head dimension {self.head_dim}"
+            )
+        if len(self.eos_ids) > MAX_EOS_IDS:
+            raise StartupError(
+                f"{self.source}: at most {MAX_EOS_IDS} end-of-sequence ids are supported, got {len(self.eos_ids)}"
             )
         beyond = [token for token in self.eos_ids if token >= self.vocab_size]
         if beyond:

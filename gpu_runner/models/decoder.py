@@ -61,20 +61,18 @@ class Decoder:
         token_ids: [T] int64. Returns the hidden states after the final norm, [T, hidden].
         """
         eps = self.config.rms_norm_eps
+        layers = self._weights.layers
+        next_norms = [layer.input_norm for layer in layers[1:]] + [self._weights.final_norm]
         cos_sin = ops.rope_cos_sin(meta.positions, self._inv_freq)
         residual = F.embedding(token_ids, self._weights.embedding)
-        x: Tensor | None = None
-        for index, layer in enumerate(self._weights.layers):
-            if x is None:
-                x = ops.rms_norm(residual, layer.input_norm, eps)
-            else:
-                x = ops.fused_add_rms_norm(x, residual, layer.input_norm, eps)
+        x = ops.rms_norm(residual, layers[0].input_norm, eps)
+        for index, layer in enumerate(layers):
             x = self._attention(x, layer, kv_cache[index], cos_sin, meta, self.config.layer_windows[index])
             x = ops.fused_add_rms_norm(x, residual, layer.post_attention_norm, eps)
             x = ops.silu_mul(ops.linear(x, layer.gate_up, layer.gate_up_bias))
             x = ops.linear(x, layer.down, layer.down_bias)
-        assert x is not None
-        return ops.fused_add_rms_norm(x, residual, self._weights.final_norm, eps)
+            x = ops.fused_add_rms_norm(x, residual, next_norms[index], eps)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [S, hidden] rows of `forward`'s result. Returns [S, vocab] float32."""

@@ -10,7 +10,7 @@ import torch
 from device_harness import NEVER, Prefill, Rig, Row, naive_greedy
 from safetensors.torch import save_file
 
-from asyncengine.config import EngineConfig
+from asyncengine.config import Device, EngineConfig
 from asyncengine.errors import StartupError
 from asyncengine.wire.messages import RunnerInfo
 from gpu_runner.device.executor import build_executor
@@ -76,7 +76,7 @@ def no_progress(phase: str, done: int, total: int) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
-def test_a_model_from_disk_generates_what_a_full_recompute_does(device: str, model_path: str) -> None:
+def test_a_model_from_disk_generates_what_a_full_recompute_does(device: Device, model_path: str) -> None:
     reports: list[tuple[str, int, int]] = []
     config = EngineConfig(
         model=model_path, device=device, dtype="float32", kv_cache_tokens=400, max_num_seqs=4, max_model_len=200

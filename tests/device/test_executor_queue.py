@@ -177,6 +177,20 @@ class HostBlindDecoder:
 
 
 @pytest.mark.gpu
+def test_an_error_in_a_gpus_step_is_raised_by_collecting_it_and_all_later_ones() -> None:
+    decoder = ScriptedDecoder(fails_at=1)
+    rig = make_rig(torch.device("cuda", 0), decoder=decoder)
+    decoder.gate.set()
+    rig.executor.launch(first_plan(rig))
+    rig.executor.launch(rig.plan(decode=[(0, 2)]))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the device broke"):
+            rig.executor.collect()
+    assert decoder.steps == 1
+    rig.executor.close()
+
+
+@pytest.mark.gpu
 def test_a_gpu_and_a_cpu_produce_the_same_greedy_tokens() -> None:
     prompt = [5, 17, 80, 3, 3, 41, 9, 66, 12, 30, 2, 77, 50, 8, 21, 94, 33, 60, 7, 19]
     produced = []

@@ -8,6 +8,7 @@ import torch
 from device_harness import NEVER, VOCAB, Prefill, Rig, Row, naive_greedy
 
 from asyncengine.wire.messages import Finish
+from gpu_runner.schedule.plan import StepPlan, StepResult
 
 PROMPT = [5, 17, 80, 3, 3, 41, 9, 66, 12, 30, 2, 77, 50, 8, 21, 94, 33, 60, 7, 19]
 OTHER = [90, 4, 4, 25]
@@ -185,7 +186,7 @@ def test_a_row_may_reach_the_last_position_of_the_page_table(rig: Rig) -> None:
     assert overshoot.tokens.tolist() == [-1]
 
 
-def pipelined(rig: Rig, plans: list) -> list:  # type: ignore[type-arg]
+def pipelined(rig: Rig, plans: list[StepPlan]) -> list[StepResult]:
     """Run plans with two in flight throughout."""
     results = []
     for index, plan in enumerate(plans):

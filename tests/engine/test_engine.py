@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from asyncengine import AsyncEngine, ChatPrompt, Delta, EngineConfig, SamplingParams
+from asyncengine import AsyncEngine, ChatPrompt, Delta, EngineConfig, Health, SamplingParams
 from asyncengine.config import Role
 from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError, StartupError
 from asyncengine.prompt_messages import pack_ids
@@ -271,6 +271,19 @@ async def test_frames_that_make_no_sense_are_dropped(engine: AsyncEngine) -> Non
     receiver = engine._receiver
     await until(lambda: receiver.malformed == 1)
     assert text_of(await collect(engine.generate("still here"))) == "still here"
+
+
+async def test_health_names_a_frozen_process_until_it_goes_on(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncengine.supervisor.STALL_SECONDS", 1.0)
+    pid = engine._supervisor.pids()["detokenizer_proc 1"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        await until(lambda: engine.health == Health(state="stalled", detail="no sign of life from detokenizer_proc 1"))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    await until(lambda: engine.health == Health(state="ready"))
 
 
 async def test_many_streams_at_once_keep_their_texts_apart(engine: AsyncEngine) -> None:

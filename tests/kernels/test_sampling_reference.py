@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from gpu_runner.kernels.reference_sampling import (
 )
 
 VOCAB = 1003  # not a multiple of any vector width
-SETTINGS = [
+SETTINGS: list[dict[str, Any]] = [
     {},
     {"top_k": 1},
     {"top_k": 7},
@@ -88,9 +89,9 @@ def naive_kept(logits: np.ndarray, setting: SamplingRows) -> np.ndarray:
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_the_kept_ids_are_those_of_a_naive_float64_reference(setting: dict[str, float]) -> None:
+def test_the_kept_ids_are_those_of_a_naive_float64_reference(setting: dict[str, Any]) -> None:
     logits = random_logits(5)
-    chosen = rows(5, **setting)  # type: ignore[arg-type]
+    chosen = rows(5, **setting)
     mask = kept(scaled_distance(logits, chosen.temperature), chosen)
     for row in range(5):
         np.testing.assert_array_equal(mask[row].numpy(), naive_kept(logits[row].numpy(), chosen))
@@ -120,9 +121,9 @@ def test_ids_that_tie_with_the_threshold_all_stay() -> None:
     ],
     ids=str,
 )
-def test_settings_that_leave_one_id_are_greedy(setting: dict[str, float]) -> None:
+def test_settings_that_leave_one_id_are_greedy(setting: dict[str, Any]) -> None:
     logits = random_logits(40)
-    drawn = sample(logits, rows(40, seed=torch.arange(40), **setting), filtered=True)  # type: ignore[arg-type]
+    drawn = sample(logits, rows(40, seed=torch.arange(40), **setting), filtered=True)
     assert torch.equal(drawn, logits.argmax(dim=-1))
     assert torch.equal(greedy(logits), drawn)
 
@@ -143,7 +144,7 @@ def test_filters_that_are_off_change_nothing(filtered: bool) -> None:
 def test_a_row_draws_the_same_token_at_any_place_in_a_batch_of_any_size() -> None:
     for vocab in (VOCAB, 49152):
         logits = random_logits(len(SETTINGS), vocab)
-        parts = [rows(1, **setting, seed=row * 77 - 5, position=row) for row, setting in enumerate(SETTINGS)]  # type: ignore[arg-type]
+        parts = [rows(1, **setting, seed=row * 77 - 5, position=row) for row, setting in enumerate(SETTINGS)]
         alone = [int(sample(logits[row : row + 1], part, filtered=True)) for row, part in enumerate(parts)]
         order = torch.randperm(len(parts), generator=torch.Generator().manual_seed(1))
         shuffled = sample(logits[order], concatenated([parts[row] for row in order]), filtered=True)
@@ -200,7 +201,7 @@ def chi_square(drawn: Tensor, probability: Tensor) -> float:
 def test_tokens_follow_the_softmax_over_seeds_and_over_positions(varies: str, temperature: float) -> None:
     count, vocab = 20_000, 24
     logits = random_logits(1, vocab, seed=3) / 2
-    setting = {"seed": 12345, "position": 678, varies: torch.arange(count)}
+    setting: dict[str, Any] = {"seed": 12345, "position": 678, varies: torch.arange(count)}
     drawn = sample(logits.expand(count, vocab), rows(count, temperature=temperature, **setting), filtered=False)
     probability = (logits[0].double() / temperature).softmax(dim=0)
     # 23 degrees of freedom: chi-square above 61 has probability 3e-5
@@ -269,3 +270,22 @@ def test_a_banned_id_is_never_drawn() -> None:
     ban_ids(logits, best, torch.ones(50, dtype=torch.bool))
     drawn = sample(logits, rows(50, top_k=2, seed=torch.arange(50)), filtered=True)
     assert (drawn != best[:, 0]).all()
+
+
+@pytest.mark.gpu
+def test_a_gpu_draws_the_bits_of_the_cpu_and_the_same_tokens_from_the_same_logits() -> None:
+    seeds, positions = torch.arange(18) * 2**40 - 2**41, torch.arange(18, dtype=torch.int32) * 1000
+    bits = uniform_bits(seeds, positions, VOCAB)
+    assert torch.equal(uniform_bits(seeds.cuda(), positions.cuda(), VOCAB).cpu(), bits)
+    noise = gumbel_noise(seeds, positions, VOCAB)
+    torch.testing.assert_close(gumbel_noise(seeds.cuda(), positions.cuda(), VOCAB).cpu(), noise, rtol=1e-6, atol=1e-6)
+
+    logits = random_logits(len(SETTINGS))
+    chosen = concatenated([rows(1, **setting, seed=row, position=row) for row, setting in enumerate(SETTINGS)])
+    names = ("temperature", "top_k", "top_p", "min_p", "seed", "position")
+    on_gpu = SamplingRows(**{name: getattr(chosen, name).cuda() for name in names})
+    tokens = sample(logits, chosen, filtered=True)
+    assert torch.equal(sample(logits.cuda(), on_gpu, filtered=True).cpu(), tokens)
+    for row in range(len(SETTINGS)):
+        part = slice(row, row + 1)
+        assert int(sample(logits.cuda()[part], on_gpu[part], filtered=True)) == int(tokens[row])

@@ -66,6 +66,7 @@ def transformers_model(path: Path) -> LlamaForCausalLM:
     return model
 
 
+@pytest.mark.timeout(400)
 @torch.inference_mode()
 def test_20_prompts_give_the_64_greedy_tokens_of_transformers() -> None:
     path = model_file()

@@ -67,7 +67,7 @@ def make_tiny(name: str) -> PreTrainedModel:
             **changes,
         }
     )
-    model = model_class(config).to(torch.float32).eval()
+    model = model_class(config).float().eval()
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

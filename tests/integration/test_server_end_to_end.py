@@ -1,0 +1,193 @@
+"""The whole engine on the CPU: the real SmolLM2 behind the real HTTP endpoint, asked by real clients."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import aiohttp
+import numpy as np
+import openai
+import pytest
+import pytest_asyncio
+from support.tokenizers_cache import default_model_file
+
+from asyncengine import AsyncEngine, EngineConfig, InvalidRequestError, SamplingParams
+from asyncengine.api.app import bound_port, run_app
+from asyncengine.tokenizer_file import load_tokenizer
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+ANSWER = "The capital of France is Paris."
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def engine() -> AsyncIterator[AsyncEngine]:
+    config = EngineConfig(device="cpu", kv_cache_tokens=16_384, max_model_len=1024, max_num_seqs=64)
+    async with AsyncEngine.start(config) as engine:
+        yield engine
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def url(engine: AsyncEngine) -> AsyncIterator[str]:
+    runner = await run_app(engine, "127.0.0.1", 0)
+    yield f"http://127.0.0.1:{bound_port(runner)}/v1"
+    await runner.cleanup()
+
+
+@pytest.fixture
+def client(url: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
+
+
+async def wait_until_idle(engine: AsyncEngine, seconds: float = 1.0) -> dict[str, int]:
+    """The gauges once nothing runs and every page is free or only cached; fails after `seconds`."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    while True:
+        gauges = engine.gauges()
+        idle = gauges["running"] == gauges["waiting"] == 0
+        if idle and gauges["free_pages"] + gauges["cached_pages"] == gauges["total_pages"]:
+            return gauges
+        assert asyncio.get_running_loop().time() < deadline, gauges
+        await asyncio.sleep(0.02)
+
+
+async def test_the_default_model_names_the_capital_of_france(client: openai.AsyncOpenAI) -> None:
+    reply = await client.chat.completions.create(model="SmolLM2-135M-Instruct", messages=QUESTION, temperature=0)
+    assert reply.choices[0].message.content == ANSWER
+    assert reply.choices[0].finish_reason == "stop"
+    assert reply.usage is not None
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (37, 8)
+
+
+async def test_the_streamed_answer_is_the_same_word_for_word(client: openai.AsyncOpenAI) -> None:
+    stream = await client.chat.completions.create(
+        model="SmolLM2-135M-Instruct", messages=QUESTION, temperature=0, stream=True
+    )
+    chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ANSWER
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["stop"]
+    assert len(chunks) > 4, "it came in pieces"
+
+
+async def test_raw_server_sent_events_carry_the_answer_and_end_with_done(url: str) -> None:
+    body = {"messages": QUESTION, "temperature": 0, "stream": True}
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/chat/completions", json=body) as response:
+        events = [line[6:] for line in (await response.text()).split("\n\n") if line]
+    assert events[-1] == "[DONE]"
+    texts = [json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events[:-1]]
+    assert "".join(texts) == ANSWER
+
+
+async def test_choices_and_seeds(client: openai.AsyncOpenAI) -> None:
+    async def ask(seed: int | None, n: int = 1) -> list[str]:
+        reply = await client.completions.create(
+            model="SmolLM2-135M-Instruct", prompt="Once upon a time", max_tokens=12, temperature=1, n=n, seed=seed
+        )
+        return [choice.text for choice in reply.choices]
+
+    alone, other, again = await asyncio.gather(ask(7, n=4), ask(None), ask(7, n=4))
+    assert alone == again
+    assert len(set(alone)) == 4
+    assert alone[2] == (await ask(9))[0], "choice k uses seed + k"
+    assert other[0] not in alone
+
+
+async def test_stop_strings_end_the_row_and_are_not_shown(client: openai.AsyncOpenAI) -> None:
+    whole = await client.chat.completions.create(
+        model="SmolLM2-135M-Instruct", messages=QUESTION, temperature=0, stop=[" of Fra"]
+    )
+    assert whole.choices[0].message.content == "The capital"
+    assert whole.choices[0].finish_reason == "stop"
+
+
+async def test_64_streams_at_once_all_finish_byte_exact(engine: AsyncEngine) -> None:
+    tokenizer = load_tokenizer(str(default_model_file())).tokenizer
+    rng = np.random.default_rng(0)
+
+    async def stream(index: int) -> None:
+        params = SamplingParams(temperature=1.5, max_tokens=int(rng.integers(1, 48)), seed=index, ignore_eos=True)
+        prompt = rng.integers(100, 40_000, int(rng.integers(1, 60))).tolist()
+        text, ids, finish = "", [], None
+        async for delta in engine.generate(prompt, params):
+            assert finish is None
+            text, finish = text + delta.text, delta.finish_reason
+            ids += delta.token_ids
+            assert delta.completion_tokens == len(ids)
+        assert finish == "length"
+        assert len(ids) == params.max_tokens
+        assert text == tokenizer.decode(ids, skip_special_tokens=True)
+
+    await asyncio.gather(*(stream(index) for index in range(64)))
+    await wait_until_idle(engine)
+
+
+async def test_killing_half_the_clients_mid_stream_leaves_nothing_running(engine: AsyncEngine, url: str) -> None:
+    body = {"prompt": [5, 6, 7, 8], "max_tokens": 900, "ignore_eos": True, "stream": True}
+    survivors = {**body, "max_tokens": 24, "stream_options": {"include_usage": True}}
+    started = asyncio.Semaphore(0)
+
+    async def vanish(session: aiohttp.ClientSession) -> None:
+        async with session.post(f"{url}/completions", json=body) as response:
+            await response.content.readline()
+            started.release()
+            await asyncio.sleep(3600)
+
+    async def stay(session: aiohttp.ClientSession) -> None:
+        async with session.post(f"{url}/completions", json=survivors) as response:
+            text = await response.text()
+        assert '"completion_tokens":24' in text
+        assert text.endswith("data: [DONE]\n\n")
+
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        vanishing = [asyncio.create_task(vanish(session)) for _ in range(16)]
+        staying = [asyncio.create_task(stay(session)) for _ in range(16)]
+        for _ in vanishing:
+            await started.acquire()
+        for task in vanishing:
+            task.cancel()
+        await asyncio.gather(*staying)
+    gauges = await wait_until_idle(engine)
+    assert gauges["aborted"] >= 16
+    assert gauges["open_streams"] == 0
+
+
+async def test_leaving_a_stream_early_frees_its_row_and_pages(engine: AsyncEngine) -> None:
+    async with aclosing(engine.generate([9, 9, 9], SamplingParams(max_tokens=1000, ignore_eos=True))) as stream:
+        async for _ in stream:
+            break
+    await wait_until_idle(engine)
+
+
+async def test_refusals_have_both_numbers_and_the_next_request_is_served(
+    engine: AsyncEngine, client: openai.AsyncOpenAI
+) -> None:
+    cases: list[tuple[list[int] | str, int, tuple[str, ...]]] = [
+        ([5] * 1024, 1, ("1024",)),
+        ([5] * 1000, 100, ("1000", "100", "1024")),
+        ([5, engine.info.vocab_size], 1, ("1", str(engine.info.vocab_size))),
+        ("word " * 5000, 1, ("1024",)),
+    ]
+    for prompt, max_tokens, numbers in cases:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.completions.create(model="SmolLM2-135M-Instruct", prompt=prompt, max_tokens=max_tokens)
+        for number in numbers:
+            assert number in refused.value.message
+    reply = await client.chat.completions.create(model="SmolLM2-135M-Instruct", messages=QUESTION, temperature=0)
+    assert reply.choices[0].message.content == ANSWER
+
+
+async def test_a_request_larger_than_the_kv_cache_is_refused_at_once_and_blocks_nobody() -> None:
+    config = EngineConfig(device="cpu", kv_cache_tokens=112, max_model_len=112, max_num_seqs=4)
+    async with AsyncEngine.start(config) as engine:
+        with pytest.raises(InvalidRequestError) as refused:
+            async for _ in engine.generate([5] * 113, SamplingParams(max_tokens=1)):
+                pass
+        assert "113" in refused.value.message
+        assert "112" in refused.value.message
+        deltas = [delta async for delta in engine.generate([5] * 100, SamplingParams(max_tokens=3, ignore_eos=True))]
+        assert deltas[-1].completion_tokens == 3
