@@ -18,7 +18,19 @@ from asyncengine.wire.messages import Ready
 from asyncengine.wire.sidecar import write_config
 
 ENVIRONMENT_NAMES = frozenset(
-    {"PATH", "HOME", "USER", "LANG", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_NUM_THREADS"}
+    {
+        "PATH",
+        "HOME",
+        "USER",
+        "LANG",
+        "TZ",
+        "TMPDIR",
+        "VIRTUAL_ENV",
+        "LD_LIBRARY_PATH",
+        "LD_PRELOAD",
+        "OMP_NUM_THREADS",
+        "OMP_WAIT_POLICY",
+    }
 )
 ENVIRONMENT_PREFIXES = ("LC_", "PYTHON", "CUDA_", "NVIDIA_", "NCCL_", "TORCH", "PYTORCH_", "TRITON_", "ASYNCENGINE_")
 
@@ -99,6 +111,7 @@ def sidecar_environment(environ: Mapping[str, str], config: EngineConfig, role: 
     on_cpu = config.device == "cpu" or (config.device == "auto" and not os.path.exists("/dev/nvidiactl"))
     if role == "gpu_runner":
         env.setdefault("OMP_NUM_THREADS", str(cores if on_cpu else 1))
+        env.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads of torch starve the sidecars beside it
         return env
     env["OMP_NUM_THREADS"] = "1"
     threads = max(1, cores // (2 * config.tokenizer_workers)) if role == "tokenizer_proc" else 1

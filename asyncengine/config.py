@@ -17,6 +17,8 @@ PAGE_SIZE = 16
 """Tokens in one KV-cache page."""
 MAX_STOP_IDS = 16
 """Width of the device's stop-id table: a request's own stop_token_ids plus the model's end-of-sequence ids."""
+DEFAULT_STEP_TOKENS_GPU = 2048
+DEFAULT_STEP_TOKENS_CPU = 256
 API_WORKER_SHIFT = 56
 """A rid's top 8 bits name the API worker that minted it; the low 56 bits count."""
 
@@ -27,7 +29,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: a folder with config.json and safetensors, a .gguf file, a Hugging Face hub id, or "default" for the
         embedded SmolLM2-135M-Instruct.
     max_model_len: context length in tokens; None takes the model's own, cut to what the KV cache can hold.
-    max_num_seqs: rows that may run at once. max_num_batched_tokens: tokens computed in one step.
+    max_num_seqs: rows that may run at once. max_num_batched_tokens: tokens computed in one step; None is 2048 on a GPU
+        and 256 on a CPU (where longer steps would make every running stream wait), or max_num_seqs if that is more.
     kv_cache_tokens: KV-cache size in tokens; None sizes it from memory (`gpu_memory_utilization` of the GPU, or a
         quarter of free host memory on a CPU, at most what `max_num_seqs` full-length rows need).
     """
@@ -38,7 +41,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: DType = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
     gpu_memory_utilization: float = 0.9
     kv_cache_tokens: int | None = None
     enable_prefix_caching: bool = True
@@ -64,7 +67,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise StartupError(f"{name} must be from {low} to {high}, got {value}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise StartupError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running row gets a token each step"
@@ -73,6 +76,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise StartupError(
                 f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}"
             )
+
+    def step_tokens(self, *, on_gpu: bool) -> int:
+        """`max_num_batched_tokens`, or its default on such a device."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return max(DEFAULT_STEP_TOKENS_GPU if on_gpu else DEFAULT_STEP_TOKENS_CPU, self.max_num_seqs)
 
 
 class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):

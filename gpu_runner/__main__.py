@@ -24,7 +24,7 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
         num_pages=executor.num_pages,
         max_model_len=executor.max_model_len,
         max_num_seqs=engine.max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_num_batched_tokens=executor.max_step_tokens,
         eos_ids=executor.model_config.eos_ids,
         policy=engine.scheduling_policy,
         enable_prefix_caching=engine.enable_prefix_caching,

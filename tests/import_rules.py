@@ -22,7 +22,11 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "detokenizer_proc": ("detokenizer_proc", *WIRE_CONTRACT, "asyncengine.tokenizer_file"),
     "gpu_runner": ("gpu_runner", *WIRE_CONTRACT),
     "gpu_runner.kernels": ("gpu_runner.kernels", "asyncengine.config"),
-    "gpu_runner.models": ("gpu_runner.models", "gpu_runner.kernels", "asyncengine.config", "asyncengine.errors"),
+    "gpu_runner.models": (
+        "gpu_runner.models",
+        "gpu_runner.kernels",
+        *("asyncengine.config", "asyncengine.sampling", "asyncengine.errors"),
+    ),
     "gpu_runner.device": (
         "gpu_runner.device",
         "gpu_runner.models",

@@ -65,6 +65,7 @@ class Executor:
         self.model_config = model_config
         self.info = info
         self.num_slots = num_slots
+        self.max_step_tokens = max_step_tokens
         self.max_model_len = info.max_model_len
         self.num_pages = info.num_pages
         self.weight_bytes = info.weight_bytes
@@ -168,7 +169,7 @@ def build_executor(config: EngineConfig, model_path: str, progress: Progress, *,
         stream=make_stream(device),
         info=info,
         num_slots=num_slots,
-        max_step_tokens=config.max_num_batched_tokens,
+        max_step_tokens=config.step_tokens(on_gpu=device.type == "cuda"),
     )
 
 
@@ -186,7 +187,7 @@ def _kv_memory(
         dtype,
         device,
         num_slots=num_slots,
-        max_step_tokens=config.max_num_batched_tokens,
+        max_step_tokens=config.step_tokens(on_gpu=True),
         max_model_len=wanted_model_len(config, decoder.config),
     )
     free, total = torch.cuda.mem_get_info(device)

@@ -90,6 +90,7 @@ def paged_attention(q: Tensor, kv_layer: Tensor, meta: BatchMeta, *, scale: floa
         row_start=meta.row_start,
         row_len=meta.row_len,
         row_slot=meta.row_slot,
+        positions=meta.positions,
         page_table=meta.page_table,
         scale=scale,
         window=window,

@@ -68,6 +68,7 @@ def paged_attention(
     row_start: NDArray[np.int32],
     row_len: NDArray[np.int32],
     row_slot: Tensor,
+    positions: Tensor,
     page_table: Tensor,
     scale: float,
     window: int | None,
@@ -78,9 +79,8 @@ def paged_attention(
     while row < num_decode_rows:
         longest = int(row_start[row:num_decode_rows].max()) + 1
         block = slice(row, min(num_decode_rows, row + max(1, BLOCK_BYTES // (longest * position_bytes))))
-        lengths = row_start[block].astype(np.int64) + 1
         pages = page_table[row_slot[block]]
-        out[block] = _decode_attention(q[block], kv_layer, lengths, pages, scale, window)
+        out[block] = _decode_attention(q[block], kv_layer, positions[block], longest, pages, scale, window)
         row = block.stop
     token = num_decode_rows
     for row in range(num_decode_rows, len(row_len)):
@@ -92,18 +92,19 @@ def paged_attention(
 
 
 def _decode_attention(
-    q: Tensor, kv_layer: Tensor, lengths: NDArray[np.int64], pages: Tensor, scale: float, window: int | None
+    q: Tensor, kv_layer: Tensor, position: Tensor, longest: int, pages: Tensor, scale: float, window: int | None
 ) -> Tensor:
-    """One query per row: all rows at once. q: [R, heads, head_dim], lengths: [R], pages: [R, pages_per_seq]."""
+    """One query per row: all rows at once. q: [R, heads, head_dim], position: [R] its query's, each below `longest`
+    (known to the host, so that nothing waits for the device), pages: [R, pages_per_seq]."""
     rows, _, head_dim = q.shape
     num_kv_heads = kv_layer.shape[2]
-    position = torch.arange(int(lengths.max()), device=q.device)
-    last = torch.from_numpy(lengths).to(q.device)[:, None] - 1
+    key_position = torch.arange(longest, device=q.device)
+    last = position[:, None]
     # Past its end a row reads its last position again, masked: nothing it does not own may enter, were it NaN.
-    k, v = _gather(kv_layer, pages, torch.minimum(position, last))
-    seen = position <= last
+    k, v = _gather(kv_layer, pages, torch.minimum(key_position, last))
+    seen = key_position <= last
     if window is not None:
-        seen &= position > last - window
+        seen &= key_position > last - window
     # The heads of a group take the place of query positions, so that a group reads its keys once.
     grouped = q.view(rows, num_kv_heads, -1, head_dim)
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen[:, None, None], scale=scale)

@@ -12,6 +12,7 @@ import numpy as np
 import openai
 import pytest
 import pytest_asyncio
+from openai.types.chat import ChatCompletionMessageParam
 from support.tokenizers_cache import default_model_file
 
 from asyncengine import AsyncEngine, EngineConfig, InvalidRequestError, SamplingParams
@@ -20,7 +21,7 @@ from asyncengine.tokenizer_file import load_tokenizer
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is the capital of France?"}]
 ANSWER = "The capital of France is Paris."
 
 
