@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 API_WORKER = 0
 DRAIN_LIMIT = 64
 """Messages read before the event loop's other callbacks get their turn."""
+UNREAD_MESSAGES = 16
+"""A sender's messages that may wait here unread; a detokenizer that finds no room merges what follows."""
 RETRY_SECONDS = 0.01
 
 
@@ -163,7 +165,9 @@ class AsyncEngine:
         self._begun = True
         try:
             model = await self._supervisor.prepare()
-            self._receiver = self._supervisor.pipes.receiver(f"engine.{API_WORKER}", ToEngine)
+            self._receiver = self._supervisor.pipes.receiver(
+                f"engine.{API_WORKER}", ToEngine, high_water_mark=UNREAD_MESSAGES
+            )
             self._fd = self._receiver.fd
             asyncio.get_running_loop().add_reader(self._fd, self._read)
             await self._supervisor.launch(model)

@@ -101,6 +101,10 @@ class RequestStream:
         """Add news of choice `index`: `text` in UTF-8, `ids` an int32 array as bytes, the rest as in `Deltas`."""
         if index not in self._unfinished:
             return
+        if finish == Finish.ERROR:
+            message = f"the model produced token id {stop_reason}, which is outside its tokenizer's vocabulary"
+            self.fail(EngineError(message, code="invalid_output_token"), gone=index)
+            return
         choice = self._choices[index]
         choice.text += text
         choice.ids += ids

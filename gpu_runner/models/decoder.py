@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from gpu_runner.kernels import ops
-from gpu_runner.kernels.ops import BatchMeta
+from gpu_runner.kernels.model_ops import ModelOps
 from gpu_runner.models.config import ModelConfig
 
 
@@ -44,8 +42,9 @@ class DecoderWeights:
 class Decoder:
     """Runs the model over a flat batch. Call under `torch.inference_mode()`."""
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, ops: ModelOps) -> None:
         self.config = config
+        self._ops = ops
         self._weights = weights
         self._inv_freq = config.rope.inv_freq(config.head_dim).to(weights.embedding.device)
         self._scale = config.head_dim**-0.5
@@ -55,44 +54,35 @@ class Decoder:
         """Memory of the weights; a tied head counts once."""
         return sum(tensor.nbytes for tensor in self._tensors())
 
-    def forward(self, token_ids: Tensor, meta: BatchMeta, kv_cache: Tensor) -> Tensor:
-        """Compute T tokens, writing their keys and values into `kv_cache`, of the shape `ops` documents.
+    def forward(self, token_ids: Tensor, meta: Any, kv_cache: Tensor) -> Tensor:
+        """Compute T tokens, writing their keys and values into `kv_cache`, of the shape `kernels.ops` documents.
 
-        token_ids: [T] int64. Returns the hidden states after the final norm, [T, hidden].
+        token_ids: [T]. meta: the step as `ops` takes it. Returns the hidden states after the final norm, [T, hidden].
         """
-        eps = self.config.rms_norm_eps
-        layers = self._weights.layers
-        next_norms = [layer.input_norm for layer in layers[1:]] + [self._weights.final_norm]
-        cos_sin = ops.rope_cos_sin(meta.positions, self._inv_freq)
-        residual = F.embedding(token_ids, self._weights.embedding)
-        x = ops.rms_norm(residual, layers[0].input_norm, eps)
-        for index, layer in enumerate(layers):
-            x = self._attention(x, layer, kv_cache[index], cos_sin, meta, self.config.layer_windows[index])
-            x = ops.fused_add_rms_norm(x, residual, layer.post_attention_norm, eps)
-            x = ops.silu_mul(ops.linear(x, layer.gate_up, layer.gate_up_bias))
-            x = ops.linear(x, layer.down, layer.down_bias)
-            x = ops.fused_add_rms_norm(x, residual, next_norms[index], eps)
-        return x
+        ops, config, weights = self._ops, self.config, self._weights
+        eps = config.rms_norm_eps
+        residual = ops.embed(token_ids, weights.embedding)
+        for layer, kv_layer, window in zip(weights.layers, kv_cache, config.layer_windows, strict=True):
+            qkv = ops.norm_linear(residual, layer.input_norm, eps, layer.qkv, layer.qkv_bias)
+            q = ops.rotate_and_store(
+                qkv,
+                kv_layer,
+                meta,
+                inv_freq=self._inv_freq,
+                num_heads=config.num_heads,
+                q_norm=layer.q_norm,
+                k_norm=layer.k_norm,
+                eps=eps,
+            )
+            heads = ops.paged_attention(q, kv_layer, meta, scale=self._scale, window=window)
+            ops.linear_add(heads.flatten(1), layer.o, layer.o_bias, residual)
+            inner = ops.norm_gate_up(residual, layer.post_attention_norm, eps, layer.gate_up, layer.gate_up_bias)
+            ops.linear_add(inner, layer.down, layer.down_bias, residual)
+        return ops.rms_norm(residual, weights.final_norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [S, hidden] rows of `forward`'s result. Returns [S, vocab] float32."""
-        return ops.linear(hidden, self._weights.lm_head).to(torch.float32)
-
-    def _attention(
-        self, x: Tensor, layer: LayerWeights, kv_layer: Tensor, cos_sin: Tensor, meta: BatchMeta, window: int | None
-    ) -> Tensor:
-        q = ops.qk_norm_rope_write(
-            ops.linear(x, layer.qkv, layer.qkv_bias),
-            cos_sin,
-            kv_layer,
-            meta.kv_index,
-            num_heads=self.config.num_heads,
-            q_norm=layer.q_norm,
-            k_norm=layer.k_norm,
-            eps=self.config.rms_norm_eps,
-        )
-        heads = ops.paged_attention(q, kv_layer, meta, scale=self._scale, window=window)
-        return ops.linear(heads.flatten(1), layer.o, layer.o_bias)
+        return self._ops.logits(hidden, self._weights.lm_head)
 
     def _tensors(self) -> list[Tensor]:
         weights = self._weights

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from asyncengine.errors import StartupError
+from gpu_runner.kernels.model_ops import ModelOps, ReferenceOps
 from gpu_runner.models.checkpoint import Checkpoint
 from gpu_runner.models.config import ModelConfig
 from gpu_runner.models.decoder import Decoder
@@ -26,14 +27,17 @@ def read_model_config(model_path: str) -> ModelConfig:
     return _open(model_path).config
 
 
-def load_model(model_path: str, *, device: torch.device, dtype: torch.dtype, progress: Progress) -> Decoder:
+def load_model(
+    model_path: str, *, device: torch.device, dtype: torch.dtype, progress: Progress, ops: ModelOps | None = None
+) -> Decoder:
     """The model in `model_path`, a Hugging Face folder or a GGUF file, with weights on `device` as `dtype`.
 
-    progress: called with bytes of the checkpoint read and in total, after each tensor. Raises `StartupError` when the
-    model is missing, damaged, or of a kind that is not supported.
+    progress: called with bytes of the checkpoint read and in total, after each tensor. ops: what the layers run on;
+    None is the reference. Raises `StartupError` when the model is missing, damaged, or of a kind that is not supported.
     """
     checkpoint = _open(model_path)
-    return Decoder(checkpoint.config, load_weights(checkpoint, device=device, dtype=dtype, progress=progress))
+    weights = load_weights(checkpoint, device=device, dtype=dtype, progress=progress)
+    return Decoder(checkpoint.config, weights, ops or ReferenceOps())
 
 
 def _open(model_path: str) -> Checkpoint:

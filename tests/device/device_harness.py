@@ -15,6 +15,7 @@ from gpu_runner.device.executor import Executor
 from gpu_runner.device.memory import allocate_kv_cache
 from gpu_runner.device.stream import Stream
 from gpu_runner.device.target import make_stream
+from gpu_runner.kernels.model_ops import ReferenceOps
 from gpu_runner.kernels.ops import BatchMeta
 from gpu_runner.models.config import ModelConfig, RopeConfig
 from gpu_runner.models.decoder import Decoder, DecoderWeights, LayerWeights
@@ -69,6 +70,7 @@ def tiny_decoder(device: torch.device) -> Decoder:
         DecoderWeights(
             embedding=embedding, layers=(layer(), layer()), final_norm=1 + rand(32), lm_head=rand(VOCAB, 32)
         ),
+        ReferenceOps(),
     )
 
 

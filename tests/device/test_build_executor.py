@@ -141,7 +141,9 @@ def test_a_pool_that_holds_no_request_of_the_asked_length_is_refused(model_path:
 
 
 def test_a_full_batch_of_every_kind_of_sampling_runs(model_path: str) -> None:
-    config = EngineConfig(model=model_path, device="cpu", max_num_seqs=16, kv_cache_tokens=1024)
+    config = EngineConfig(
+        model=model_path, device="cpu", max_num_seqs=16, kv_cache_tokens=1024, max_num_batched_tokens=512
+    )
     executor = build_executor(config, model_path, no_progress, num_slots=16)
     rig = Rig(executor=executor, kv_cache=torch.empty(0), decoder=None, device=torch.device("cpu"))
     rows = {slot: Row(temperature=slot % 3 / 2, top_k=slot % 4, top_p=1 - slot / 32, seed=slot) for slot in range(16)}

@@ -7,7 +7,7 @@ from array import array
 
 import pytest
 
-from asyncengine.errors import EngineDeadError
+from asyncengine.errors import EngineDeadError, EngineError
 from asyncengine.streams import Delta, RequestStream
 from asyncengine.wire.messages import Finish
 
@@ -137,3 +137,15 @@ async def test_a_caller_that_was_cancelled_can_come_back() -> None:
     delta = await stream.next()
     assert delta is not None
     assert delta.text == "a"
+
+
+async def test_a_token_outside_the_vocabulary_fails_the_request_by_name() -> None:
+    stream = make_stream()
+    feed(stream, 0, "a", [1])
+    feed(stream, 0, "", [], Finish.ERROR, 777)
+    delta = await stream.next()
+    assert delta is not None
+    assert delta.text == "a"
+    with pytest.raises(EngineError, match="777"):
+        await stream.next()
+    assert stream.unfinished == []

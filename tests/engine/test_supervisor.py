@@ -230,9 +230,11 @@ def test_a_sidecar_gets_no_secrets_and_few_threads() -> None:
         "TOKENIZERS_PARALLELISM": "false",
     }
     cores = str(len(os.sched_getaffinity(0)))
-    assert sidecar_environment({}, EngineConfig(device="cpu"), "gpu_runner") == {"OMP_NUM_THREADS": cores}
-    assert sidecar_environment({}, EngineConfig(device="cuda"), "gpu_runner") == {"OMP_NUM_THREADS": "1"}
-    assert sidecar_environment({"OMP_NUM_THREADS": "3"}, EngineConfig(), "gpu_runner") == {"OMP_NUM_THREADS": "3"}
+    passive = {"OMP_WAIT_POLICY": "PASSIVE"}
+    on_cpu, on_gpu = EngineConfig(device="cpu"), EngineConfig(device="cuda")
+    assert sidecar_environment({}, on_cpu, "gpu_runner") == {"OMP_NUM_THREADS": cores} | passive
+    assert sidecar_environment({}, on_gpu, "gpu_runner") == {"OMP_NUM_THREADS": "1"} | passive
+    assert sidecar_environment({"OMP_NUM_THREADS": "3"}, on_cpu, "gpu_runner") == {"OMP_NUM_THREADS": "3"} | passive
 
 
 def test_an_exit_is_described_for_a_person() -> None:

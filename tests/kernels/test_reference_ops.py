@@ -59,8 +59,9 @@ def test_paged_attention_equals_softmax_over_each_rows_own_tokens(
             kv_layer[0, pages[slot, position // PAGE], :, position % PAGE] = keys[-1][position]
             kv_layer[1, pages[slot, position // PAGE], :, position % PAGE] = values[-1][position]
     q = torch.randn((int(counts.sum()), heads, HEAD_DIM), generator=generator)
-    empty = torch.empty(0, dtype=torch.int64)
-    meta = BatchMeta(num_decode_rows, starts, counts, slots, empty, empty, page_table)
+    positions = [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    unused = torch.empty(0, dtype=torch.int64)
+    meta = BatchMeta(num_decode_rows, starts, counts, slots, torch.cat(positions), unused, page_table)
     actual = ops.paged_attention(q, kv_layer, meta, scale=0.3, window=window)
     expected = [
         naive_attention(part, key, value, 0.3, window)
@@ -74,7 +75,7 @@ def test_padding_tokens_after_the_last_row_are_harmless() -> None:
     empty = torch.empty(0, dtype=torch.int64)
     page_table = torch.tensor([[1]], dtype=torch.int32)
     one = np.ones(1, dtype=np.int32)
-    meta = BatchMeta(1, one, one, torch.tensor([0]), empty, empty, page_table)
+    meta = BatchMeta(1, one, one, torch.tensor([0]), torch.tensor([1]), empty, page_table)
     q = torch.randn(4, 1, HEAD_DIM)
     padded = ops.paged_attention(q, kv_layer, meta, scale=1.0)
     assert torch.equal(padded[:1], ops.paged_attention(q[:1], kv_layer, meta, scale=1.0))

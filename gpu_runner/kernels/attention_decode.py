@@ -1,0 +1,164 @@
+"""Attention of decode rows over paged keys and values: flash-decoding (Dao et al., 2023) with ranges cut on the device.
+
+A program takes one range of one row's keys for one KV head, and all query heads that share it, so that keys and values
+are read once. A row in one range is finished there and then. Otherwise each program leaves its normalised sum and the
+base-2 logarithm of its weight, and the one that arrives last merges them: no second kernel, and no wait.
+
+    row 3, KV head 0   | range 0 ... partial, arrived 1 |
+                       | range 1 ......... partial, arrived 3 -> merge, out, arrived = 0 |
+                       | range 2 ..... partial, arrived 2 |
+
+`arrived` is zero again when the kernel ends, so every layer and step finds it so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu_runner.kernels.work_list import ITEM_WORDS, MAX_SPLITS, WorkList
+
+DOT_ROWS = 16
+"""The fewest rows of a tensor-core product: query heads of a group are padded to it."""
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTiling:
+    """block_tokens: keys of one tile. prefetch_pages: pages of a range, at most 32 * num_warps, that are asked into L2
+    while the kernel before still runs."""
+
+    block_tokens: int
+    num_warps: int
+    num_stages: int
+    prefetch_pages: int
+
+
+def decode_tiling(head_dim: int) -> DecodeTiling:
+    """Tiles of 16 KiB for keys and values together: several programs fit on a multiprocessor and hide each other's
+    start."""
+    if head_dim <= 64:
+        return DecodeTiling(block_tokens=64, num_warps=2, num_stages=3, prefetch_pages=4)
+    return DecodeTiling(block_tokens=32, num_warps=2, num_stages=3, prefetch_pages=4)
+
+
+def decode_attention(
+    q: Tensor,
+    kv_layer: Tensor,
+    out: Tensor,
+    work: WorkList,
+    *,
+    counts: Tensor,
+    page_table: Tensor,
+    scale: float,
+    tiling: DecodeTiling | None = None,
+    pdl: bool = True,
+) -> None:
+    """Attention of a step's decode rows, whose keys and values are in their pages already, into `out`.
+
+    q, out: [T, num_heads, head_dim] contiguous, of kv_layer's dtype; row i of the batch is token i. kv_layer: [2,
+    num_pages, num_kv_heads, page_size, head_dim]. work: built for this step and the layer's window. counts: as
+    `build_work_list` takes it. page_table: [num_slots, pages_per_seq] int32. head_dim: a power of two.
+
+    Writes the rows below counts[0] and zeros to the padding, tokens counts[2] .. T - 1; leaves the rest. Fixed inside a
+    graph: all addresses and shapes. Launches decode_items(T) x num_kv_heads programs.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    _, num_pages, num_kv_heads, page_size, _ = kv_layer.shape
+    tiling = tiling or decode_tiling(head_dim)
+    options: dict[str, Any] = {"launch_pdl": True} if pdl and q.is_cuda else {}
+    group = num_heads // num_kv_heads
+    _decode_kernel[(work.decode_items(num_tokens) * num_kv_heads,)](
+        q,
+        kv_layer,
+        out,
+        page_table,
+        counts,
+        work.items,
+        work.lengths,
+        work.partial_out,
+        work.partial_lse,
+        work.arrived,
+        kv_layer.stride(0),
+        page_table.stride(0),
+        num_tokens,
+        scale * LOG2_E,
+        KV_HEADS=num_kv_heads,
+        GROUP=group,
+        GROUP_ROWS=max(DOT_ROWS, triton.next_power_of_2(group)),
+        HEAD_DIM=head_dim,
+        PAGE=page_size,
+        BLOCK=tiling.block_tokens,
+        STAGES=tiling.num_stages,
+        WINDOWED=work.window is not None,
+        ITEM_WORDS=ITEM_WORDS,
+        MAX_SPLITS=MAX_SPLITS,
+        PREFETCH_PAGES=tiling.prefetch_pages if q.is_cuda else 0,
+        PREFETCH_LANES=32 * tiling.num_warps,
+        PDL=bool(options),
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        **options,
+    )
+
+
+@triton.jit
+def _decode_kernel(
+    q,
+    kv,
+    out,
+    page_table,
+    counts,
+    items,
+    lengths,
+    partial_out,
+    partial_lse,
+    arrived,
+    value_offset,
+    table_stride,
+    num_tokens,
+    scale_log2,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    ITEM_WORDS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    PREFETCH_PAGES: tl.constexpr,
+    PREFETCH_LANES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    index = tl.program_id(0) // KV_HEADS
+    kv_head = tl.program_id(0) % KV_HEADS
+    head_rows = tl.arange(0, GROUP_ROWS)
+    lane = tl.arange(0, HEAD_DIM)
+    key = tl.arange(0, BLOCK)
+
+    # The list and the page table were complete before the kernel that this one waits for could start.
+    live = index < tl.load(lengths)
+    word = items + index * ITEM_WORDS
+    row = tl.load(word, mask=live, other=0)
+    slot = tl.load(word + 1, mask=live, other=0)
+    first = tl.load(word + 2, mask=live, other=0)
+    end = tl.load(word + 3, mask=live, other=0)
+    table = page_table + slot.to(tl.int64) * table_stride
+    if PREFETCH_PAGES > 0:
+        _prefetch(table, first, end, kv, value_offset, kv_head, KV_HEADS, HEAD_DIM, PAGE, PREFETCH_PAGES, PREFETCH_LANES)
+    # Keys past the end are the last one again, masked below: nothing that the row does not own is read.
+    page = tl.load(table + tl.minimum(first + key, end - 1) // PAGE, mask=first + key < end, other=0)
+    if PDL:
+        # Programs without work wait too: this kernel must not end before the one before it.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if live:
+        split = tl.load(word + 5)
+        splits = tl.load(word + 6)
+        seen_from = tl.load(word + 7)

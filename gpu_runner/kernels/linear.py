@@ -1,0 +1,167 @@
+"""Linear layers of few tokens, with what stands around them in a decoder layer fused in: one launch each.
+
+x: [T, K], weight: [N, K], bias: [N], all contiguous and of one type; sums are float32. T, N, K, the configuration and
+all addresses are fixed inside a CUDA graph; padding tokens are computed like others. Outputs are rounded where separate
+kernels would round (the norm before and after its gain, gate, up, silu(gate), a product before the residual is added),
+so that they differ from those of `reference` by the order of sums alone.
+
+With `pdl` a kernel starts while the one before it still runs: it sends for its weights, waits for that one's end, and
+only then reads x or writes. Every kernel that follows in the stream may be launched the same way or not. Needs
+sm_90; off under the interpreter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from gpu_runner.kernels.linear_config import DotConfig, LinearConfig
+from gpu_runner.kernels.linear_dot import linear_dot_kernel
+from gpu_runner.kernels.linear_fma import linear_fma_kernel
+
+MIN_DOT_TOKENS = 16
+"""Tokens that a tensor-core product is padded to."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitScratch:
+    """Where programs that share a tile leave their parts. One serves all kernels of a stream, with PDL too: each waits
+    for the one before to end before it writes."""
+
+    partials: Tensor  # [max_values] float32
+    arrivals: Tensor  # [max_tiles] int32, zero between kernels
+
+    @classmethod
+    def allocate(cls, *, max_values: int, max_tiles: int, device: torch.device | str) -> SplitScratch:
+        """max_values: the largest split_k * T * N. max_tiles: the largest N / rows. Nothing for splits of 1."""
+        return cls(
+            partials=torch.empty(max_values, dtype=torch.float32, device=device),
+            arrivals=torch.zeros(max_tiles, dtype=torch.int32, device=device),
+        )
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    out: Tensor,
+    config: LinearConfig,
+    bias: Tensor | None = None,
+    scratch: SplitScratch | None = None,
+    pdl: bool = True,
+) -> None:
+    """out = x @ weight.T + bias. out: [T, N] of x's type, or float32 and then not rounded.
+
+    Raises ValueError for a split configuration without a scratch that holds it.
+    """
+    _launch(x, weight, out, config, bias=bias, scratch=scratch, pdl=pdl)
+
+
+def norm_linear(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    weight: Tensor,
+    *,
+    out: Tensor,
+    config: LinearConfig,
+    bias: Tensor | None = None,
+    scratch: SplitScratch | None = None,
+    pdl: bool = True,
+) -> None:
+    """out = linear(rms_norm(x)). norm: [K]. out: [T, N]. Each program computes the norm of all T tokens.
+
+    Raises ValueError as `linear` does.
+    """
+    _launch(x, weight, out, config, norm=norm, eps=eps, bias=bias, scratch=scratch, pdl=pdl)
+
+
+def norm_gate_up(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    weight: Tensor,
+    *,
+    out: Tensor,
+    config: LinearConfig,
+    bias: Tensor | None = None,
+    scratch: SplitScratch | None = None,
+    pdl: bool = True,
+) -> None:
+    """out = silu(gate) * up, of linear(rms_norm(x)). norm: [K]. weight: N / 2 gate rows, then as many up rows.
+
+    out: [T, N / 2]. Raises ValueError as `linear` does.
+    """
+    _launch(x, weight, out, config, norm=norm, eps=eps, bias=bias, scratch=scratch, gate_up=True, pdl=pdl)
+
+
+def linear_add(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    *,
+    config: LinearConfig,
+    bias: Tensor | None = None,
+    scratch: SplitScratch | None = None,
+    pdl: bool = True,
+) -> None:
+    """residual += linear(x), in place. residual: [T, N], not x itself. Raises ValueError as `linear` does."""
+    _launch(x, weight, residual, config, bias=bias, scratch=scratch, add=True, pdl=pdl)
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    config: LinearConfig,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None,
+    scratch: SplitScratch | None,
+    gate_up: bool = False,
+    add: bool = False,
+    pdl: bool,
+) -> None:
+    num_tokens, k = x.shape
+    n = len(weight)
+    tiles = triton.cdiv(n, config.rows)
+    fusion = {
+        "HAS_NORM": norm is not None,
+        "HAS_BIAS": bias is not None,
+        "GATE_UP": gate_up,
+        "ADD": add,
+        "PDL": pdl,
+        "launch_pdl": pdl,
+        "num_warps": config.num_warps,
+    }
+    if not isinstance(config, DotConfig):
+        linear_fma_kernel[(tiles,)](
+            *(x, weight, norm, bias, out, eps),
+            **{"T": num_tokens, "N": n, "K": k},
+            **{"ROWS": config.rows, "BLOCK_K": config.block_k, "DEPTH": config.depth},
+            **fusion,
+        )
+        return
+    partials, arrivals = _scratch_for(config, num_tokens, n, tiles, scratch)
+    linear_dot_kernel[(tiles, config.split_k)](
+        *(x, weight, norm, bias, out, partials, arrivals, eps),
+        **{"T": num_tokens, "M": max(MIN_DOT_TOKENS, triton.next_power_of_2(num_tokens)), "N": n, "K": k},
+        **{"ROWS": config.rows, "BLOCK_K": config.block_k, "STAGES": config.stages, "SPLIT_K": config.split_k},
+        **{"PREFETCH_K": config.prefetch_k, "WEIGHT_FIRST": config.weight_first},
+        **fusion,
+    )
+
+
+def _scratch_for(
+    config: DotConfig, num_tokens: int, n: int, tiles: int, scratch: SplitScratch | None
+) -> tuple[Tensor | None, Tensor | None]:
+    if config.split_k == 1:
+        return None, None
+    values = config.split_k * num_tokens * n
+    if scratch is None or scratch.partials.numel() < values or scratch.arrivals.numel() < tiles:
+        raise ValueError(f"{config.split_k} parts of {num_tokens} x {n} need a scratch of {values} values, {tiles} tiles")
+    return scratch.partials, scratch.arrivals

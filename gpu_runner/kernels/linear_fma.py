@@ -1,0 +1,112 @@
+"""Linear layer of one to a few tokens as fp32 multiply-adds: the weights stream through registers, once."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gpu_runner.kernels.linear_parts import bias_of, normed, output_places, outputs_of, weight_rows
+
+
+@triton.jit
+def _weight_chunk(row_start, k, exists, K: tl.constexpr, EVEN_K: tl.constexpr):
+    if EVEN_K:
+        return tl.load(row_start + k, mask=exists, other=0.0, eviction_policy="evict_first")
+    else:
+        return tl.load(row_start + k, mask=exists & (k < K), other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _line_chunk(line, k, K: tl.constexpr, EVEN_K: tl.constexpr):
+    if EVEN_K:
+        return tl.load(line + k)
+    else:
+        return tl.load(line + k, mask=k < K, other=0.0)
+
+
+@triton.jit
+def linear_fma_kernel(
+    x,  # [T, K]
+    weight,  # [N, K]
+    gain,  # [K] if HAS_NORM
+    bias,  # [N] if HAS_BIAS
+    out,  # [T, N], of gate-up [T, N / 2]
+    eps,
+    T: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DEPTH: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATE_UP: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program owns ROWS rows of W. DEPTH chunks of [ROWS, BLOCK_K] weights are in registers or on their way.
+
+    The first DEPTH are asked for before the wait for the kernel before: no kernel writes weights. The chunks are
+    unrolled, so the compiler sees each load's distance from its use.
+    """
+    LANE_K: tl.constexpr = 8  # consecutive values a thread loads at once: 16 bytes of bf16
+    CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    EVEN_K: tl.constexpr = K % BLOCK_K == 0
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    tile = tl.program_id(0)
+    row, exists = weight_rows(tile, N, ROWS, GATE_UP)
+    row_start = weight + row.to(tl.int64)[:, None] * K
+    exists = exists[:, None]
+    k = tl.arange(0, BLOCK_K)[None, :]
+
+    chunks = ()
+    for c in tl.static_range(min(DEPTH, CHUNKS)):
+        chunks = chunks + (_weight_chunk(row_start, c * BLOCK_K + k, exists, K, EVEN_K),)
+    gains = ()
+    if HAS_NORM:
+        for c in tl.static_range(CHUNKS):
+            gains = gains + (_line_chunk(gain, c * BLOCK_K + k, K, EVEN_K),)
+    row_bias = bias_of(bias, tile, N, ROWS, GATE_UP, HAS_BIAS)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+    residuals = ()
+    for t in tl.static_range(T):
+        places, mask = output_places(out, tl.full((1,), t, tl.int32), tile, T, N, ROWS, GATE_UP)
+        if ADD:
+            # Asked for now, so that it is there when the sums are.
+            residuals = residuals + (tl.load(places, mask=mask, other=0.0),)
+        else:
+            residuals = residuals + (0.0,)
+    scales = ()
+    if HAS_NORM:
+        for t in tl.static_range(T):
+            squares = tl.zeros((1, BLOCK_K), dtype=tl.float32)
+            for c in tl.static_range(CHUNKS):
+                values = _line_chunk(x + t * K, c * BLOCK_K + k, K, EVEN_K).to(tl.float32)
+                squares += values * values
+            scales = scales + (tl.rsqrt(tl.sum(squares) / K + eps),)
+
+    sums = ()
+    for _ in tl.static_range(T):
+        sums = sums + (tl.zeros((ROWS, BLOCK_K // LANE_K), dtype=tl.float32),)
+    for c in tl.static_range(CHUNKS):
+        if c + DEPTH < CHUNKS:
+            chunks = chunks + (_weight_chunk(row_start, (c + DEPTH) * BLOCK_K + k, exists, K, EVEN_K),)
+        weights = chunks[c].to(tl.float32)
+        grown = ()
+        for t in tl.static_range(T):
+            values = _line_chunk(x + t * K, c * BLOCK_K + k, K, EVEN_K)
+            if HAS_NORM:
+                values = normed(values, scales[t], gains[c])
+            # A thread's own products first: what is kept between chunks is one sum for each thread and row.
+            products = tl.reshape(weights * values.to(tl.float32), (ROWS, BLOCK_K // LANE_K, LANE_K))
+            grown = grown + (sums[t] + tl.sum(products, axis=2),)
+        sums = grown
+
+    for t in tl.static_range(T):
+        places, mask = output_places(out, tl.full((1,), t, tl.int32), tile, T, N, ROWS, GATE_UP)
+        y = tl.sum(sums[t], axis=1)[None, :] + row_bias
+        y = outputs_of(y, residuals[t], x.dtype.element_ty, GATE_UP, ADD)
+        tl.store(places, y.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,63 @@
+"""What the kernels of skinny linear layers share: which rows a program owns, the norm, the epilogue."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def weight_rows(tile, N: tl.constexpr, ROWS: tl.constexpr, GATE_UP: tl.constexpr):
+    """Rows of W [N, K] in a program's tile, [ROWS], and which of them exist.
+
+    Of a gate-up weight, even places hold gate rows and odd places the up rows that belong to them.
+    """
+    place = tl.arange(0, ROWS)
+    if GATE_UP:
+        output = tile * (ROWS // 2) + place // 2
+        return output + (place % 2) * (N // 2), output < N // 2
+    else:
+        row = tile * ROWS + place
+        return row, row < N
+
+
+@triton.jit
+def normed(x, scale, gain):
+    """The norm's result as the unfused path leaves it: rounded to the activations' type before and after the gain."""
+    wide = (x.to(tl.float32) * scale).to(x.dtype).to(tl.float32)
+    return (wide * gain.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def output_places(out, token, tile, T: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, GATE_UP: tl.constexpr):
+    """Where a tile's outputs for `token` lie, [tokens, columns] pointers, and which of them exist."""
+    width: tl.constexpr = N // 2 if GATE_UP else N
+    columns: tl.constexpr = ROWS // 2 if GATE_UP else ROWS
+    column = tile * columns + tl.arange(0, columns)
+    places = out + token.to(tl.int64)[:, None] * width + column[None, :]
+    return places, (token[:, None] < T) & (column[None, :] < width)
+
+
+@triton.jit
+def bias_of(bias, tile, N: tl.constexpr, ROWS: tl.constexpr, GATE_UP: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """[1, ROWS] float32."""
+    if HAS_BIAS:
+        row, exists = weight_rows(tile, N, ROWS, GATE_UP)
+        return tl.load(bias + row, mask=exists, other=0.0).to(tl.float32)[None, :]
+    else:
+        return tl.zeros((1, ROWS), dtype=tl.float32)
+
+
+@triton.jit
+def outputs_of(y, residual, DTYPE: tl.constexpr, GATE_UP: tl.constexpr, ADD: tl.constexpr):
+    """SiLU and product, or sum with the residual, rounding to the activations' type DTYPE where the unfused path does.
+
+    y: [tokens, ROWS] float32, with the bias. residual: [tokens, ROWS] if ADD. Returns float32, rounded by the store.
+    """
+    if GATE_UP:
+        gate, up = tl.split(tl.reshape(y.to(DTYPE).to(tl.float32), (y.shape[0], y.shape[1] // 2, 2)))
+        return (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32) * up
+    elif ADD:
+        return y.to(DTYPE).to(tl.float32) + residual.to(tl.float32)
+    else:
+        return y

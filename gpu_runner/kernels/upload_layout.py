@@ -1,0 +1,102 @@
+"""Where everything lies in the one int32 buffer that takes a step's plan to the device.
+
+The buffer begins with a header, so that a kernel inside a captured graph finds the sections without the host telling it
+where: the counts of the step, then the first word of each section. Sections follow one behind the other, each at an
+even word, because 64-bit values lie in some. Plain numbers and numpy: what writes the buffer need not import torch.
+
+    word 0 .. 5     num_rows, num_decode_rows, num_tokens, num_samples, num_starts, num_page_writes
+    word 8 ..       first word of each section, in the order of `Upload`'s fields
+    word 32 ..      the sections
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncengine.config import MAX_STOP_IDS
+
+Int32 = NDArray[np.int32]
+
+HEADER_WORDS = 32
+COUNTS = ("num_rows", "num_decode_rows", "num_tokens", "num_samples", "num_starts", "num_page_writes")
+FIRST_OFFSET_WORD = 8
+"""Header word that holds the first section's first word."""
+ALIGNMENT_WORDS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upload:
+    """What a step uploads, as `gpu_runner.schedule.plan` describes it. R rows, S starting slots, U page-table writes.
+
+    row_slot, row_start, row_len: of the plan; `row_start` of a decode row is not read, as the device knows better.
+    sample_row: the rows that sample, [N]. sample_token: the index of each one's last token among the step's T.
+    page_cell: page_slot * pages_per_seq + page_index. temperature .. stop_ids: of the plan's `StartRows`.
+    """
+
+    num_decode_rows: int
+    row_slot: Int32  # [R]
+    row_start: Int32  # [R]
+    row_len: Int32  # [R]
+    prefill_tokens: Int32  # [T - num_decode_rows]
+    sample_row: Int32  # [N]
+    sample_token: Int32  # [N]
+    page_cell: Int32  # [U]
+    page_id: Int32  # [U]
+    start_slot: Int32  # [S]
+    temperature: NDArray[np.float32]  # [S]
+    top_k: Int32  # [S]
+    top_p: NDArray[np.float32]  # [S]
+    min_p: NDArray[np.float32]  # [S]
+    seed: NDArray[np.int64]  # [S]
+    limit: Int32  # [S]
+    min_tokens_until: Int32  # [S]
+    stop_ids: Int32  # [S, MAX_STOP_IDS]
+
+
+SECTIONS = tuple(field.name for field in fields(Upload) if field.name != "num_decode_rows")
+
+
+def count_word(name: str) -> int:
+    """The header word of one of `COUNTS`."""
+    return COUNTS.index(name)
+
+
+def offset_word(section: str) -> int:
+    """The header word that holds where `section` begins."""
+    return FIRST_OFFSET_WORD + SECTIONS.index(section)
+
+
+def upload_words(*, num_slots: int, pages_per_seq: int, max_step_tokens: int) -> int:
+    """Words that hold any plan: each slot at most one row and one start in it, each page-table cell at most once."""
+    rows = num_slots * (3 + 2)
+    starts = num_slots * (9 + MAX_STOP_IDS)
+    pages = num_slots * pages_per_seq * 2
+    return HEADER_WORDS + rows + starts + pages + max_step_tokens + len(SECTIONS) * ALIGNMENT_WORDS
+
+
+def pack(upload: Upload, buffer: Int32) -> int:
+    """Write header and sections into `buffer`, [upload_words] int32. Returns the number of words to copy."""
+    header = [
+        len(upload.row_slot),
+        upload.num_decode_rows,
+        upload.num_decode_rows + len(upload.prefill_tokens),
+        len(upload.sample_row),
+        len(upload.start_slot),
+        len(upload.page_cell),
+    ]
+    header += [0] * (FIRST_OFFSET_WORD - len(header))
+    used = HEADER_WORDS
+    for name in SECTIONS:
+        values: NDArray[Any] = getattr(upload, name)
+        header.append(used)
+        if values.size:
+            words = np.ascontiguousarray(values).view(np.int32).reshape(-1)
+            buffer[used : used + len(words)] = words
+            used += len(words)
+            used += -used % ALIGNMENT_WORDS
+    buffer[: len(header)] = header
+    return used
