@@ -1,4 +1,4 @@
-"""A conversation in the terminal, with an engine of its own or with a server that speaks OpenAI's API."""
+"""A conversation in the terminal, with an engine of its own or with one behind a server."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from importlib import import_module
 
 import uvloop
 
-from asyncengine.chat_backends import Backend, ChatOptions, Message, Piece
+from asyncengine.chat_backends import Backend
 from asyncengine.errors import EngineDeadError, EngineError
+from asyncengine.sampling import SamplingParams
+from asyncengine.streams import ChatPrompt, Delta
 
 # What a model writes must not steer the terminal: control characters other than newline and tab are dropped.
 CONTROL_CHARACTERS = {code: None for code in (*range(32), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
@@ -27,27 +29,26 @@ class Answer:
     started: float = field(default_factory=time.monotonic)
     first: float | None = None
     last: float = 0.0
-    tokens: int | None = None
+    tokens: int = 0
     pieces: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
         return "".join(self.pieces)
 
-    def add(self, piece: Piece) -> None:
-        if piece.text:
-            self.last = time.monotonic()
-            self.first = self.first or self.last
-            self.pieces.append(piece.text)
-        self.tokens = piece.tokens or self.tokens
+    def add(self, delta: Delta) -> None:
+        self.last = time.monotonic()
+        self.first = self.first or self.last
+        self.pieces.append(delta.text)
+        self.tokens = delta.completion_tokens
 
     def summary(self) -> str:
         """How fast it came, as far as that can be said."""
-        parts = [] if self.first is None else [f"first token after {self.first - self.started:.2f} s"]
-        if self.tokens is not None:
-            parts.append(f"{self.tokens} tokens")
-            if self.first is not None and self.tokens > 1 and self.last > self.first:
-                parts.append(f"{(self.tokens - 1) / (self.last - self.first):.1f} tokens/s")
+        if self.first is None:
+            return "no answer"
+        parts = [f"first token after {self.first - self.started:.2f} s", f"{self.tokens} tokens"]
+        if self.tokens > 1 and self.last > self.first:
+            parts.append(f"{(self.tokens - 1) / (self.last - self.first):.1f} tokens/s")
         return ", ".join(parts)
 
 
@@ -55,10 +56,11 @@ class Chat:
     """Reads lines, prints answers. The event loop runs only while an answer is awaited, so that the line editor and
     Ctrl-C work as they do in any program."""
 
-    def __init__(self, backend: Backend, options: ChatOptions) -> None:
+    def __init__(self, backend: Backend, params: SamplingParams, *, system: str | None = None) -> None:
         self._backend = backend
-        self._system = [{"role": "system", "content": options.system}] if options.system else []
-        self._messages: list[Message] = [*self._system]
+        self._params = params
+        self._system: list[dict[str, object]] = [{"role": "system", "content": system}] if system else []
+        self._messages = [*self._system]
 
     def run(self) -> int:
         """Converse until the user leaves; returns the exit code. Raises `StartupError`."""
@@ -110,10 +112,12 @@ class Chat:
         _say_dimly(f"\n{stopped}{answer.summary()}")
 
     async def _print_answer(self, answer: Answer) -> None:
-        async for piece in self._backend.stream(self._messages):
-            answer.add(piece)
-            sys.stdout.write(piece.text.translate(CONTROL_CHARACTERS))
-            sys.stdout.flush()
+        prompt = ChatPrompt(messages=self._messages)
+        async with contextlib.aclosing(self._backend.generate(prompt, self._params)) as deltas:
+            async for delta in deltas:
+                answer.add(delta)
+                sys.stdout.write(delta.text.translate(CONTROL_CHARACTERS))
+                sys.stdout.flush()
 
 
 def _say_dimly(text: str) -> None:

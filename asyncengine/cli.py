@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import resource
 import shlex
 import signal
 import socket
@@ -13,24 +14,26 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, get_args
 
-from asyncengine.config import Device, DType, EngineConfig, SchedulingPolicy
-from asyncengine.errors import StartupError
+from asyncengine.config import Device, DType, EngineConfig, LoadFormat, SchedulingPolicy
+from asyncengine.errors import EngineError, StartupError
 
 if TYPE_CHECKING:
     import tqdm
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
+OPEN_FILES = 65536
+FAILED_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code. A start that fails is one line on stderr and code 1."""
+    """Run a command; returns the exit code. One that fails is one line on stderr and code 1."""
     args = build_parser().parse_args(argv)
     try:
         code: int = args.command(args)
-    except StartupError as error:
+    except EngineError as error:
         print(f"asyncengine: {error.message}", file=sys.stderr)
-        return 1
+        return FAILED_EXIT_CODE
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE
     return code
@@ -47,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     chat = commands.add_parser("chat", help="talk to a model in the terminal")
     chat.set_defaults(command=chat_command)
-    chat.add_argument("--url", help="talk to this OpenAI-compatible server instead of starting an engine")
+    chat.add_argument("--url", help="talk to the asyncengine server at this address instead of starting an engine")
     chat.add_argument("--system", help="system message")
     chat.add_argument("--temperature", type=float, default=0.7, help="0 = greedy (default: %(default)s)")
     chat.add_argument("--max-tokens", type=int, help="longest answer in tokens (default: what the context holds)")
@@ -69,6 +72,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
     engine.add_argument("--device", choices=get_args(Device), default=default.device)
     engine.add_argument("--dtype", choices=get_args(DType), default=default.dtype)
+    engine.add_argument(
+        "--load-format", choices=get_args(LoadFormat), default=default.load_format, help="dummy = random weights"
+    )
     engine.add_argument("--max-model-len", type=int, help="context length in tokens (default: the model's own)")
     engine.add_argument("--max-num-seqs", type=int, default=default.max_num_seqs, help="requests running at once")
     engine.add_argument(
@@ -109,38 +115,43 @@ def serve_command(args: argparse.Namespace) -> int:
         raise StartupError(f"--port must be from 0 to 65535, got {args.port}")
     config = engine_config(args)
     check_port_free(args.host, args.port)
+    allow_many_connections()
 
     import uvloop
 
-    uvloop.run(serve_until_signal(config, args.host, args.port))
-    return 0
+    return uvloop.run(serve_until_signal(config, args.host, args.port))
 
 
-async def serve_until_signal(config: EngineConfig, host: str, port: int) -> None:
-    """Serve until SIGTERM or SIGINT, at whatever stage it arrives; then end requests, server and engine in order."""
+async def serve_until_signal(config: EngineConfig, host: str, port: int) -> int:
+    """Serve until SIGTERM or SIGINT, at whatever stage it arrives; then end requests, engine and server in order.
+
+    Returns the exit code: 1 when the engine has failed, so that whoever keeps services alive starts a new one.
+    """
     serving = asyncio.create_task(_serve(config, host, port))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, serving.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         await serving
+        return FAILED_EXIT_CODE
+    return 0
 
 
 async def _serve(config: EngineConfig, host: str, port: int) -> None:
+    """Serve until cancelled or until the engine has failed, which its log tells."""
     from asyncengine.api.app import bound_port, run_app
     from asyncengine.engine import AsyncEngine
 
-    with ConsoleProgress() as progress:
-        engine = await AsyncEngine.start(config, progress=progress)
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        with ConsoleProgress() as progress:
+            engine = await AsyncEngine.start(config, progress=progress)
+        stack.push_async_callback(engine.close)
         runner = await run_app(engine, host, port)
-        try:
-            print(ready_text(engine.info.model, host, bound_port(runner)), flush=True)
-            await asyncio.Event().wait()
-        finally:
-            await runner.cleanup()
-    finally:
-        await engine.close()
+        stack.push_async_callback(runner.cleanup)
+        # closed before the server, the engine ends every stream with an error that its client can read
+        stack.push_async_callback(engine.close)
+        print(ready_text(engine.info.model, host, bound_port(runner)), flush=True)
+        await engine.wait_failed()
 
 
 def ready_text(model: str, host: str, port: int) -> str:
@@ -152,6 +163,14 @@ def ready_text(model: str, host: str, port: int) -> str:
         f"Ready: {model} at {url}\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
     )
+
+
+def allow_many_connections() -> None:
+    """Raise this process's limit of open files, often 1024, as far as the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < enough:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (enough, hard))
 
 
 def check_port_free(host: str, port: int) -> None:
@@ -167,14 +186,13 @@ def check_port_free(host: str, port: int) -> None:
 
 def chat_command(args: argparse.Namespace) -> int:
     from asyncengine.chat import Chat
-    from asyncengine.chat_backends import Backend, ChatOptions, EngineBackend, HttpBackend
+    from asyncengine.chat_backends import Backend, EngineBackend, ServerBackend
+    from asyncengine.sampling import SamplingParams
 
-    options = ChatOptions(system=args.system, temperature=args.temperature, max_tokens=args.max_tokens)
+    params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
     with ConsoleProgress() as progress:
-        backend: Backend = (
-            HttpBackend(args.url, options) if args.url else EngineBackend(engine_config(args), options, progress)
-        )
-        return Chat(backend, options).run()
+        backend: Backend = ServerBackend(args.url) if args.url else EngineBackend(engine_config(args), progress)
+        return Chat(backend, params, system=args.system).run()
 
 
 class ConsoleProgress:

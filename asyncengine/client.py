@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
@@ -54,7 +54,16 @@ class _ChunkJson(msgspec.Struct):
     error: _ErrorJson | None = None
 
 
+class _ModelJson(msgspec.Struct):
+    id: str
+
+
+class _ModelsJson(msgspec.Struct):
+    data: Annotated[list[_ModelJson], msgspec.Meta(min_length=1)]
+
+
 _CHUNK = msgspec.json.Decoder(_ChunkJson)
+_MODELS = msgspec.json.Decoder(_ModelsJson)
 
 
 class AsyncClient:
@@ -88,6 +97,19 @@ class AsyncClient:
             await self._session.close()
             self._session = None
 
+    async def models(self) -> list[str]:
+        """Names of the server's models, at least one. Raises `EngineError`."""
+        try:
+            async with self._open_session().get(f"{self._base_url}/v1/models") as response:
+                body = await response.read()
+                if response.status != 200:
+                    raise _error(body, response.status)
+                return [model.id for model in _MODELS.decode(body).data]
+        except aiohttp.ClientError as error:
+            raise self._unreachable(error) from error
+        except msgspec.DecodeError as error:
+            raise EngineError(f"its list of models is not understood: {error}") from error
+
     async def generate(
         self, prompt: str | Sequence[int] | ChatPrompt, params: SamplingParams | None = None
     ) -> AsyncGenerator[Delta, None]:
@@ -97,12 +119,11 @@ class AsyncClient:
         `InvalidRequestError`, `OverloadedError`, `EngineDeadError` as the server reports them, and `EngineError` when
         it cannot be reached.
         """
-        if self._session is None:
-            raise EngineError("the client is not open: use it as `async with AsyncClient(url) as client`")
+        session = self._open_session()
         params = params or SamplingParams()
         body = _body(prompt, params, self._model)
         path = "/v1/chat/completions" if isinstance(prompt, ChatPrompt) else "/v1/completions"
-        request = self._session.post(
+        request = session.post(
             self._base_url + path, data=msgspec.json.encode(body), headers={"Content-Type": "application/json"}
         )
         unfinished = params.n
@@ -116,9 +137,17 @@ class AsyncClient:
                         unfinished -= delta.finish_reason is not None
                         yield delta
         except aiohttp.ClientError as error:
-            raise EngineError(f"no answer from {self._base_url}: {error}", code="connection_error") from error
+            raise self._unreachable(error) from error
         if unfinished:
             raise EngineDeadError("the server ended the stream before the answer was complete")
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise EngineError("the client is not open: use it as `async with AsyncClient(url) as client`")
+        return self._session
+
+    def _unreachable(self, error: aiohttp.ClientError) -> EngineError:
+        return EngineError(f"no answer from {self._base_url}: {error}", code="connection_error")
 
 
 def _body(prompt: str | Sequence[int] | ChatPrompt, params: SamplingParams, model: str | None) -> dict[str, Any]:

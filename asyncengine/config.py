@@ -11,6 +11,7 @@ from asyncengine.errors import StartupError
 Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 SchedulingPolicy = Literal["fcfs", "priority", "shortest", "longest"]
+LoadFormat = Literal["auto", "dummy"]
 Role = Literal["tokenizer_proc", "gpu_runner", "detokenizer_proc"]
 
 PAGE_SIZE = 16
@@ -28,6 +29,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     model: a folder with config.json and safetensors, a .gguf file, a Hugging Face hub id, or "default" for the
         embedded SmolLM2-135M-Instruct.
+    load_format: "dummy" takes random weights of the model's shapes, for measuring speed with a config.json alone.
     max_model_len: context length in tokens; None takes the model's own, cut to what the KV cache can hold.
     max_num_seqs: rows that may run at once. max_num_batched_tokens: tokens computed in one step; None is 2048 on a GPU
         and 256 on a CPU (where longer steps would make every running stream wait), or max_num_seqs if that is more.
@@ -39,6 +41,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: str | None = None
     device: Device = "auto"
     dtype: DType = "auto"
+    load_format: LoadFormat = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
@@ -53,7 +56,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.model:
             raise StartupError("model must not be empty")
-        for name, allowed in (("device", Device), ("dtype", DType), ("scheduling_policy", SchedulingPolicy)):
+        for name, allowed in (
+            ("device", Device),
+            ("dtype", DType),
+            ("load_format", LoadFormat),
+            ("scheduling_policy", SchedulingPolicy),
+        ):
             if getattr(self, name) not in get_args(allowed):
                 raise StartupError(f"{name} must be one of {', '.join(get_args(allowed))}, got {getattr(self, name)!r}")
         for name, low, high in (

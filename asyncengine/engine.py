@@ -83,6 +83,7 @@ class AsyncEngine:
         self._state: HealthState = "starting"
         self._detail = "the engine is starting"
         self._begun = False
+        self._failed = asyncio.Event()
         self._receiver: Receiver | None = None
         self._fd = -1
         self._control: Sender | None = None
@@ -158,6 +159,11 @@ class AsyncEngine:
             if stalled:
                 return Health(state="stalled", detail=f"no sign of life from {', '.join(stalled)}")
         return Health(state=self._state, detail=self._detail)
+
+    async def wait_failed(self) -> str:
+        """Sleep until a process of the engine is lost, which it cannot recover from; returns what happened."""
+        await self._failed.wait()
+        return self._detail
 
     async def _start(self) -> AsyncEngine:
         if self._begun:
@@ -294,6 +300,7 @@ class AsyncEngine:
     def _fail(self, reason: str) -> None:
         logger.error("the engine has failed: %s", reason)
         self._end_streams("failed", reason)
+        self._failed.set()
 
     def _end_streams(self, state: HealthState, detail: str) -> None:
         self._state, self._detail = state, detail

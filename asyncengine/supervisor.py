@@ -11,19 +11,18 @@ because only this process holds the other end of its stdin.
 from __future__ import annotations
 
 import asyncio
-import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Protocol
 
 from asyncengine.child import Child, describe_exit, start_child
 from asyncengine.config import EngineConfig, Role, SidecarConfig
 from asyncengine.errors import StartupError
 from asyncengine.model_files import ResolvedModel, resolve_model
+from asyncengine.run_dir import RunDir
 from asyncengine.wire.messages import Fatal, Heartbeat, Progress, Ready, ToSupervisor
-from asyncengine.wire.pipes import Pipes, Receiver, make_run_dir
+from asyncengine.wire.pipes import Pipes, Receiver
 
 STOP_SECONDS = 5.0
 FATAL_GRACE_SECONDS = 0.3
@@ -67,7 +66,7 @@ class Supervisor:
         self._progress = progress
         self._modules = dict(modules or {})
         self._children: dict[tuple[str, int], Child] = {}
-        self._run_dir: Path | None = None
+        self._run_dir: RunDir | None = None
         self._pipes: Pipes | None = None
         self._receiver: Receiver | None = None
         self._fd = -1
@@ -90,10 +89,10 @@ class Supervisor:
             self._progress.phase_done("engine", 0, "find model", time.monotonic() - started)
         self._check_open()
         try:
-            self._run_dir = make_run_dir()
+            self._run_dir = RunDir()
         except OSError as error:
             raise StartupError(f"cannot make a directory for the engine's sockets: {error}") from error
-        self._pipes = Pipes(self._run_dir)
+        self._pipes = Pipes(self._run_dir.path)
         self._receiver = self._pipes.receiver("supervisor", ToSupervisor)
         self._fd = self._receiver.fd
         asyncio.get_running_loop().add_reader(self._fd, self._read)
@@ -168,12 +167,13 @@ class Supervisor:
         self._watchers.append(asyncio.create_task(self._watch(child)))
 
     def _sidecar_config(self, child: Child, model: ResolvedModel) -> SidecarConfig:
+        assert self._run_dir is not None
         return SidecarConfig(
             engine=self._config,
             role=child.role,
             index=child.index,
             model_path=str(model.path),
-            run_dir=str(self._run_dir),
+            run_dir=str(self._run_dir.path),
         )
 
     async def _watch(self, child: Child) -> None:
@@ -254,4 +254,4 @@ class Supervisor:
         if self._pipes is not None:
             self._pipes.close()
         if self._run_dir is not None:
-            shutil.rmtree(self._run_dir, ignore_errors=True)
+            self._run_dir.remove()

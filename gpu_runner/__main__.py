@@ -10,7 +10,7 @@ from asyncengine.wire.sidecar import Reporter, run_sidecar
 def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
     # Imported here: torch takes seconds, and the life-line must be armed and the start reported before that.
     reporter.progress("importing torch")
-    from gpu_runner.device.executor import build_executor
+    from gpu_runner.device.build import build_executor
     from gpu_runner.inbox import Inbox
     from gpu_runner.loop import Loop
     from gpu_runner.outbox import Outbox

@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "gpu_runner.device",
         "gpu_runner.models",
         "gpu_runner.kernels",
-        "gpu_runner.schedule.plan",
+        *("gpu_runner.schedule.plan", "gpu_runner.schedule.buckets"),
         *WIRE_CONTRACT,
     ),
     "gpu_runner.kvcache": ("gpu_runner.kvcache", *WIRE_CONTRACT),

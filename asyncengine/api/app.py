@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import logging
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from asyncengine.api.backend import Backend
 from asyncengine.api.errors import errors_as_json
@@ -17,6 +19,8 @@ BODY_BYTES_PER_TOKEN = 16
 BACKLOG = 2048
 SHUTDOWN_SECONDS = 2.0
 """How long `cleanup` waits for handlers, which end at once when the engine has been closed before."""
+
+logger = logging.getLogger(__name__)
 
 
 def make_app(backend: Backend) -> web.Application:
@@ -34,8 +38,13 @@ async def run_app(backend: Backend, host: str, port: int) -> web.AppRunner:
     """
     # without handler_cancellation a client that is gone would go unnoticed until the next write
     runner = web.AppRunner(
-        make_app(backend), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_SECONDS
+        make_app(backend),
+        logger=logger,
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=SHUTDOWN_SECONDS,
     )
+    logger.addFilter(_is_no_clients_fault)
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
@@ -49,3 +58,9 @@ async def run_app(backend: Backend, host: str, port: int) -> web.AppRunner:
 def bound_port(runner: web.AppRunner) -> int:
     """The port that a started runner listens on."""
     return int(runner.addresses[0][1])
+
+
+def _is_no_clients_fault(record: logging.LogRecord) -> bool:
+    """Bytes that are not HTTP get their 400; to log them, as aiohttp would, lets anybody fill the log, and repeats what
+    may be part of a prompt."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)

@@ -22,6 +22,12 @@ class NotFoundError(InvalidRequestError):
     status = 404
 
 
+class BodyTimeoutError(InvalidRequestError):
+    """The client began a request and did not go on with it."""
+
+    status = 408
+
+
 class _ErrorBody(msgspec.Struct, frozen=True):
     message: str
     type: str
@@ -49,21 +55,27 @@ async def errors_as_json(
     """Turn whatever a handler, the router or the body reader raises into an error response."""
     try:
         return await handler(request)
+    except BodyTimeoutError as error:
+        return _last_response(error, request)
     except EngineError as error:
         return error_response(error)
     except web.HTTPException as error:
         return _http_error_response(request, error)
     except web.RequestPayloadError:
-        # where the next request begins on this connection cannot be known, and reading on would only fail again
-        request.content.feed_eof()
-        response = error_response(InvalidRequestError("the request body could not be read", code="invalid_body"))
-        response.force_close()
-        return response
+        return _last_response(InvalidRequestError("the request body could not be read", code="invalid_body"), request)
     except ConnectionError:
         raise  # the caller is gone: nobody to answer, nothing to report
     except Exception:  # the edge of the process: a fault must become a response, without details
         logger.exception("%s failed", request.match_info.route.name or "request")
         return error_response(INTERNAL_ERROR)
+
+
+def _last_response(error: EngineError, request: web.Request) -> web.Response:
+    """An answer to a request that was not read to its end: where the next one begins cannot be known."""
+    request.content.feed_eof()  # otherwise aiohttp would go on reading it
+    response = error_response(error)
+    response.force_close()
+    return response
 
 
 def _http_error_response(request: web.Request, error: web.HTTPException) -> web.StreamResponse:

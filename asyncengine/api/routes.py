@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 
@@ -9,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 from asyncengine.api.backend import Backend, Prompt
-from asyncengine.api.errors import NotFoundError
+from asyncengine.api.errors import BodyTimeoutError, NotFoundError
 from asyncengine.api.generation import Generation
 from asyncengine.api.prompts import chat_prompt, completion_prompts
 from asyncengine.api.schema import GenerationRequest, Parsed, R, parse_chat, parse_completion
@@ -19,6 +20,8 @@ from asyncengine.errors import InvalidRequestError
 IGNORED_FIELDS_HEADER = "x-ignored-fields"
 MAX_REPORTED_FIELDS = 32
 MAX_REPORTED_NAME_CHARS = 64
+BODY_SECONDS = 60.0
+"""A client that takes longer to send its body holds a connection and memory for nothing."""
 
 
 class Routes:
@@ -103,7 +106,11 @@ async def _json_body(request: web.Request) -> bytes:
     # a web page may send other content types anywhere without asking, this one it may not
     if request.content_type != "application/json":
         raise InvalidRequestError("the Content-Type header must be application/json", code="invalid_content_type")
-    return await request.read()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await request.read()
+    except TimeoutError:
+        raise BodyTimeoutError(f"the request body did not arrive within {BODY_SECONDS:g} seconds") from None
 
 
 def _json(value: object, *, status: int = 200) -> web.Response:

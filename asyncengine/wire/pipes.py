@@ -24,11 +24,12 @@ from asyncengine.errors import InvalidRequestError
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 HIGH_WATER_MARK = 1024
 SEND_TIMEOUT_MS = 1000
+RUN_DIR_PREFIX = "asyncengine-"
 
 
 def make_run_dir() -> Path:
     """A fresh directory that only this user can enter (mode 0700 whatever the umask), for the engine's sockets."""
-    path = Path(tempfile.mkdtemp(prefix="asyncengine-"))
+    path = Path(tempfile.mkdtemp(prefix=RUN_DIR_PREFIX))
     path.chmod(0o700)
     # ipc socket paths are limited to 107 bytes by the kernel (sockaddr_un)
     if len(os.fsencode(path)) > 80:

@@ -70,7 +70,7 @@ def run_sidecar(role: Role, serve: Callable[[SidecarConfig, Pipes, Reporter], No
     if config.role != role:
         raise SystemExit(f"{role} was given the configuration of {config.role}")
     threading.Thread(target=_exit_with_parent, name="life-line", daemon=True).start()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the whole group; the supervisor decides
     pipes = Pipes(config.run_dir)
     reporter = Reporter(pipes, role, config.index)
@@ -86,8 +86,14 @@ def run_sidecar(role: Role, serve: Callable[[SidecarConfig, Pipes, Reporter], No
         pipes.close(linger_ms=1000)
         sys.exit(1)
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # on its way out, and no exception may break that off
         with contextlib.suppress(Exception):
             pipes.close()
+
+
+def _stop(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(0)
 
 
 def arm_life_line() -> None:

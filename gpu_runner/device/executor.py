@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from asyncengine.config import EngineConfig
-from asyncengine.errors import StartupError
 from asyncengine.wire.messages import RunnerInfo
-from gpu_runner.device.buffers import RingSlot, pack, pages_for, upload_words
-from gpu_runner.device.host import available_memory_bytes, usable_cores
-from gpu_runner.device.largest_step import measure_step_bytes
-from gpu_runner.device.memory import HOST_SHARE, allocate_kv_cache, page_bytes, size_kv_cache, wanted_model_len
+from gpu_runner.device.buffers import PackedStep, RingSlot, pack
 from gpu_runner.device.sampling_path import SamplingPaths
-from gpu_runner.device.state import DeviceState
-from gpu_runner.device.step import DecoderLike, Step
 from gpu_runner.device.stream import Stream
-from gpu_runner.device.target import choose_device, choose_dtype, make_stream
+from gpu_runner.kernels.upload_layout import upload_words
 from gpu_runner.models.config import ModelConfig
-from gpu_runner.models.decoder import Decoder
-from gpu_runner.models.registry import load_model, read_model_config
 from gpu_runner.schedule.plan import StepPlan, StepResult
 
 MAX_IN_FLIGHT = 2
 RING_DEPTH = MAX_IN_FLIGHT + 1
 
-Progress = Callable[[str, int, int], None]
-"""A phase's name, how much of it is done and of how much; total 0 = no measure."""
+
+class StepRunner(Protocol):
+    """How a device executes one packed step: `Step` or `GraphStep`."""
+
+    def run(self, step: PackedStep, upload: Tensor, results: Tensor) -> None:
+        """Queue it on the stream that is current. upload, results: a ring slot's."""
 
 
 class Executor:
@@ -53,15 +48,17 @@ class Executor:
     def __init__(
         self,
         *,
-        decoder: DecoderLike,
+        step: StepRunner,
         model_config: ModelConfig,
-        kv_cache: Tensor,
         stream: Stream,
         info: RunnerInfo,
         num_slots: int,
+        pages_per_seq: int,
         max_step_tokens: int,
+        pinned: bool,
     ) -> None:
-        """kv_cache: as `gpu_runner.kernels.ops` shapes it, page 0 the dummy. max_step_tokens: of any plan."""
+        """num_slots, pages_per_seq: of the step's page table. max_step_tokens: of any plan. pinned: whether the host's
+        buffers are, for copies that nobody waits for."""
         self.model_config = model_config
         self.info = info
         self.num_slots = num_slots
@@ -70,29 +67,19 @@ class Executor:
         self.num_pages = info.num_pages
         self.weight_bytes = info.weight_bytes
         self.kv_cache_bytes = info.kv_cache_bytes
-        self.pages_per_seq = pages_for(info.max_model_len)
+        self.pages_per_seq = pages_per_seq
         self._stream = stream
         self._paths = SamplingPaths(num_slots)
         words = upload_words(num_slots=num_slots, pages_per_seq=self.pages_per_seq, max_step_tokens=max_step_tokens)
-        self._step = Step(
-            decoder=decoder,
-            kv_cache=kv_cache,
-            state=DeviceState(num_slots=num_slots, pages_per_seq=self.pages_per_seq, device=kv_cache.device),
-            max_step_tokens=max_step_tokens,
-            upload_words=words,
-        )
-        pinned = kv_cache.is_cuda
+        self._step = step
         self._ring = [
             RingSlot(
                 upload=torch.empty(words, dtype=torch.int32, pin_memory=pinned),
-                results=torch.empty(2 * num_slots, dtype=torch.int32, pin_memory=pinned),
+                results=torch.empty(2, num_slots, dtype=torch.int32, pin_memory=pinned),
                 mark=stream.mark(),
             )
             for _ in range(RING_DEPTH)
         ]
-        if pinned:
-            # What was zeroed on the default stream must be so before the executor's own stream reads it.
-            torch.cuda.synchronize(kv_cache.device)
         self._launched = 0
         self._in_flight: deque[tuple[StepPlan, RingSlot]] = deque()
 
@@ -122,76 +109,10 @@ class Executor:
         """
         plan, slot = self._in_flight.popleft()
         slot.mark.wait()
-        tokens, finish = slot.results[: 2 * plan.num_rows].numpy().reshape(2, plan.num_rows)
+        tokens, finish = slot.results.numpy()[:, : plan.num_rows]
         return StepResult(step=plan.step, tokens=tokens.copy(), finish=finish.astype(np.uint8))
 
     def close(self) -> None:
         """Wait for what was launched and stop; uncollected results are lost."""
         self._in_flight.clear()
         self._stream.close()
-
-
-def build_executor(config: EngineConfig, model_path: str, progress: Progress, *, num_slots: int) -> Executor:
-    """Load the model and make everything ready for the first step.
-
-    num_slots: rows of the device's state. Raises `StartupError`: no such device, a model that cannot be loaded, a
-    context length or KV cache that does not fit.
-    """
-    device = choose_device(config)
-    dtype = choose_dtype(config, device)
-    model = read_model_config(model_path)
-    wanted_model_len(config, model)  # a length the model cannot have is better refused before minutes of loading
-    torch.set_num_threads(usable_cores())
-    progress("loading weights", 0, 0)
-    try:
-        decoder = load_model(model_path, device=device, dtype=dtype, progress=partial(progress, "loading weights"))
-    except torch.OutOfMemoryError as error:
-        raise StartupError(f"too little memory on {device} for the model's weights: {error}") from error
-
-    progress("sizing the KV cache", 0, 0)
-    memory_bytes, budget_bytes = _kv_memory(config, decoder, dtype, device, num_slots=num_slots)
-    size = size_kv_cache(config, model, dtype, memory_bytes=memory_bytes, budget_bytes=budget_bytes)
-    kv_cache = allocate_kv_cache(model, size.num_pages, dtype, device)
-    info = RunnerInfo(
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        dtype=str(dtype).removeprefix("torch."),
-        architecture=model.architecture,
-        vocab_size=model.vocab_size,
-        max_model_len=size.max_model_len,
-        num_pages=size.num_pages,
-        weight_bytes=decoder.weight_bytes,
-        kv_cache_bytes=kv_cache.nbytes,
-    )
-    return Executor(
-        decoder=decoder,
-        model_config=model,
-        kv_cache=kv_cache,
-        stream=make_stream(device),
-        info=info,
-        num_slots=num_slots,
-        max_step_tokens=config.step_tokens(on_gpu=device.type == "cuda"),
-    )
-
-
-def _kv_memory(
-    config: EngineConfig, decoder: Decoder, dtype: torch.dtype, device: torch.device, *, num_slots: int
-) -> tuple[int, int]:
-    """Bytes that the KV cache could take at most, and the share of them it takes unless told its size."""
-    if device.type == "cpu":
-        available = available_memory_bytes()
-        all_rows = pages_for(wanted_model_len(config, decoder.config)) * config.max_num_seqs + 1
-        return available, min(available // HOST_SHARE, all_rows * page_bytes(decoder.config, dtype))
-    step_bytes = measure_step_bytes(
-        decoder,
-        decoder.config,
-        dtype,
-        device,
-        num_slots=num_slots,
-        max_step_tokens=config.step_tokens(on_gpu=True),
-        max_model_len=wanted_model_len(config, decoder.config),
-    )
-    free, total = torch.cuda.mem_get_info(device)
-    available = free - step_bytes
-    # The limit is on this process's own bytes: what a neighbour holds counts only where it leaves less than that.
-    own = int(config.gpu_memory_utilization * total) - torch.cuda.memory_reserved(device) - step_bytes
-    return available, min(own, available)

@@ -1,12 +1,11 @@
-"""One step on the device, from uploaded plan to packed results, without a single read by the host.
+"""One step as plain torch operations, from uploaded plan to results, without a single read of the device by the host.
 
-Runs on the executor's stream. A plain call of torch operations: `StepPlan.bucket` is for captured graphs, which need
-fixed sizes, and the step runs at its true token count.
+What a CPU runs. `StepPlan.bucket` is for captured graphs, which need fixed sizes: here a step has its true token count.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from asyncengine.config import PAGE_SIZE
 from asyncengine.wire.messages import Finish
 from gpu_runner.device.buffers import PackedStep
 from gpu_runner.device.state import DeviceState
+from gpu_runner.device.upload_views import START_SECTIONS, UploadViews
 from gpu_runner.kernels import reference_sampling
 from gpu_runner.kernels.ops import BatchMeta
 from gpu_runner.kernels.reference_sampling import SamplingRows
@@ -23,7 +23,7 @@ from gpu_runner.kernels.reference_sampling import SamplingRows
 class DecoderLike(Protocol):
     """What a step asks of a model; see `gpu_runner.models.decoder.Decoder`."""
 
-    def forward(self, token_ids: Tensor, meta: BatchMeta, kv_cache: Tensor) -> Tensor: ...
+    def forward(self, token_ids: Tensor, meta: Any, kv_cache: Tensor) -> Tensor: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -51,62 +51,56 @@ class Step:
         num_slots = len(state.done)
         device = state.done.device
         self._inputs = torch.zeros(upload_words, dtype=torch.int32, device=device)
-        self._results = torch.zeros(2 * num_slots, dtype=torch.int32, device=device)
+        self._results = torch.zeros(2, num_slots, dtype=torch.int32, device=device)
         self._counter = torch.arange(max(max_step_tokens, num_slots), dtype=torch.int64, device=device)
 
     @torch.inference_mode()
     def run(self, step: PackedStep, upload: Tensor, results: Tensor) -> None:
-        """Queue the whole step. upload: a ring slot's packed plan. results: takes R tokens, then R finish values."""
-        inputs = self._inputs
-        inputs[: step.words].copy_(upload[: step.words], non_blocking=True)
-        self._start_rows(step)
-        self._write_page_table(step)
+        """Queue the whole step. upload, results: a ring slot's."""
+        self._inputs[: step.words].copy_(upload[: step.words], non_blocking=True)
+        inputs = UploadViews(step, upload, self._inputs)
+        self._start_rows(step, inputs)
+        self._write_page_table(inputs)
 
-        slot = step.row_slot.of(inputs).to(torch.int64)
-        start, length = self._state.kv_len[slot], step.row_len.of(inputs)
+        slot = inputs.row_slot.to(torch.int64)
+        start, length = self._state.kv_len[slot], inputs.row_len
         was_done = self._state.done[slot]
         hidden = self._decoder.forward(
-            self._input_tokens(step, slot), self._batch_meta(step, slot, start, length, was_done), self._kv_cache
+            self._input_tokens(step, inputs, slot),
+            self._batch_meta(step, slot, start, length, was_done),
+            self._kv_cache,
         )
 
-        num_rows = len(slot)
-        packed = self._results[: 2 * num_rows]
-        tokens, finish = packed.view(2, num_rows)
+        tokens, finish = self._results
         tokens.fill_(-1)
         finish.fill_(Finish.NONE)
         self._state.kv_len[slot] = torch.where(was_done, start, start + length)
-        row = step.sample_row.of(inputs).to(torch.int64)
+        row = inputs.sample_row.to(torch.int64)
         if len(row):
-            last_hidden = hidden.index_select(0, step.sample_token.of(inputs))
+            last_hidden = hidden.index_select(0, inputs.sample_token)
             tokens[row], finish[row] = self._next_tokens(step, last_hidden, slot[row], was_done[row])
-        results[: 2 * num_rows].copy_(packed, non_blocking=True)
+        results.copy_(self._results, non_blocking=True)
 
-    def _start_rows(self, step: PackedStep) -> None:
-        state, inputs = self._state, self._inputs
-        slot = step.start_slot.of(inputs).to(torch.int64)
+    def _start_rows(self, step: PackedStep, inputs: UploadViews) -> None:
+        state = self._state
+        slot = inputs.start_slot.to(torch.int64)
         if len(slot):
             state.done.index_fill_(0, slot, False)
-            state.temperature[slot] = step.temperature.of(inputs)
-            state.top_k[slot] = step.top_k.of(inputs)
-            state.top_p[slot] = step.top_p.of(inputs)
-            state.min_p[slot] = step.min_p.of(inputs)
-            state.seed[slot] = step.seed.of(inputs)
-            state.limit[slot] = step.limit.of(inputs)
-            state.min_tokens_until[slot] = step.min_tokens_until.of(inputs)
-            state.stop_ids[slot] = step.stop_ids.of(inputs)
+            for name in START_SECTIONS:
+                getattr(state, name)[slot] = inputs.start(name)
         # Of prefill rows the host knows the start, cached prefix included; a decode row's is what the device counted.
-        prefill_slot = step.row_slot.of(inputs)[step.num_decode_rows :].to(torch.int64)
-        state.kv_len[prefill_slot] = step.row_start.of(inputs)[step.num_decode_rows :]
+        prefill_slot = inputs.row_slot[step.num_decode_rows :].to(torch.int64)
+        state.kv_len[prefill_slot] = inputs.row_start[step.num_decode_rows :]
 
-    def _write_page_table(self, step: PackedStep) -> None:
-        cell = step.page_cell.of(self._inputs).to(torch.int64)
+    def _write_page_table(self, inputs: UploadViews) -> None:
+        cell = inputs.page_cell.to(torch.int64)
         if len(cell):
-            self._state.page_table.view(-1)[cell] = step.page_id.of(self._inputs)
+            self._state.page_table.view(-1)[cell] = inputs.page_id
 
-    def _input_tokens(self, step: PackedStep, slot: Tensor) -> Tensor:
+    def _input_tokens(self, step: PackedStep, inputs: UploadViews, slot: Tensor) -> Tensor:
         """[T] int64."""
         decoding = self._state.last_token[slot[: step.num_decode_rows]]
-        return torch.cat((decoding, step.prefill_tokens.of(self._inputs))).to(torch.int64)
+        return torch.cat((decoding, inputs.prefill_tokens)).to(torch.int64)
 
     def _batch_meta(self, step: PackedStep, slot: Tensor, start: Tensor, length: Tensor, was_done: Tensor) -> BatchMeta:
         token = self._counter[: step.num_tokens]
@@ -119,8 +113,8 @@ class Step:
         page = torch.where(was_done[row], 0, table[slot[row], page_index])
         return BatchMeta(
             num_decode_rows=step.num_decode_rows,
-            row_start=step.row_start_host,
-            row_len=step.row_len_host,
+            row_start=step.row_start,
+            row_len=step.row_len,
             row_slot=slot,
             positions=position,
             kv_index=page.to(torch.int64) * PAGE_SIZE + position % PAGE_SIZE,

@@ -20,11 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpu_runner.kernels.attention_parts import LOG2_E, merge_partials, nearest_own, prefetch_pages
 from gpu_runner.kernels.work_list import ITEM_WORDS, MAX_SPLITS, WorkList
 
 DOT_ROWS = 16
 """The fewest rows of a tensor-core product: query heads of a group are padded to it."""
-LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,12 @@ def decode_attention(
 
     Writes the rows below counts[0] and zeros to the padding, tokens counts[2] .. T - 1; leaves the rest. Fixed inside a
     graph: all addresses and shapes. Launches decode_items(T) x num_kv_heads programs.
+
+    pdl: list and page table are read before the wait. So the kernel launched just before must be another than their
+    writers, and let this one start only behind its own wait, as the one that writes keys and values does.
     """
     num_tokens, num_heads, head_dim = q.shape
-    _, num_pages, num_kv_heads, page_size, _ = kv_layer.shape
+    _, _, num_kv_heads, page_size, _ = kv_layer.shape
     tiling = tiling or decode_tiling(head_dim)
     options: dict[str, Any] = {"launch_pdl": True} if pdl and q.is_cuda else {}
     group = num_heads // num_kv_heads
@@ -94,7 +97,6 @@ def decode_attention(
         PAGE=page_size,
         BLOCK=tiling.block_tokens,
         STAGES=tiling.num_stages,
-        WINDOWED=work.window is not None,
         ITEM_WORDS=ITEM_WORDS,
         MAX_SPLITS=MAX_SPLITS,
         PREFETCH_PAGES=tiling.prefetch_pages if q.is_cuda else 0,
@@ -129,7 +131,6 @@ def _decode_kernel(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    WINDOWED: tl.constexpr,
     ITEM_WORDS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     PREFETCH_PAGES: tl.constexpr,
@@ -142,23 +143,78 @@ def _decode_kernel(
     lane = tl.arange(0, HEAD_DIM)
     key = tl.arange(0, BLOCK)
 
-    # The list and the page table were complete before the kernel that this one waits for could start.
+    # The list and the page table are older than the kernel that this one waits for, which waited for them.
     live = index < tl.load(lengths)
     word = items + index * ITEM_WORDS
     row = tl.load(word, mask=live, other=0)
     slot = tl.load(word + 1, mask=live, other=0)
     first = tl.load(word + 2, mask=live, other=0)
     end = tl.load(word + 3, mask=live, other=0)
+    first_partial = tl.load(word + 4, mask=live, other=0)
+    split = tl.load(word + 5, mask=live, other=0)
+    splits = tl.load(word + 6, mask=live, other=0)
+    seen_from = tl.load(word + 7, mask=live, other=0)
     table = page_table + slot.to(tl.int64) * table_stride
     if PREFETCH_PAGES > 0:
-        _prefetch(table, first, end, kv, value_offset, kv_head, KV_HEADS, HEAD_DIM, PAGE, PREFETCH_PAGES, PREFETCH_LANES)
-    # Keys past the end are the last one again, masked below: nothing that the row does not own is read.
-    page = tl.load(table + tl.minimum(first + key, end - 1) // PAGE, mask=first + key < end, other=0)
+        prefetch_pages(
+            table, first, end, kv, value_offset, kv_head, KV_HEADS, HEAD_DIM, PAGE, PREFETCH_PAGES, PREFETCH_LANES
+        )
+    page = tl.load(table + nearest_own(first + key, seen_from, end) // PAGE, mask=live, other=0)
     if PDL:
         # Programs without work wait too: this kernel must not end before the one before it.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+    heads = KV_HEADS * GROUP
+    head = kv_head * GROUP + head_rows
+    member = (head_rows < GROUP)[:, None]
+    for token in range(tl.load(counts + 2) + index, num_tokens, tl.num_programs(0) // KV_HEADS):
+        padding = out + ((head_rows.to(tl.int64) * 0 + token) * heads + head)[:, None] * HEAD_DIM + lane[None, :]
+        tl.store(padding, tl.zeros((GROUP_ROWS, HEAD_DIM), out.dtype.element_ty), mask=member)
+
     if live:
-        split = tl.load(word + 5)
-        splits = tl.load(word + 6)
-        seen_from = tl.load(word + 7)
+        in_row = (row * heads + head)[:, None] * HEAD_DIM + lane[None, :]
+        query = tl.load(q + in_row, mask=member, other=0.0)
+        largest = tl.full((GROUP_ROWS,), -1.0e30, tl.float32)
+        weight = tl.zeros((GROUP_ROWS,), tl.float32)
+        total = tl.zeros((GROUP_ROWS, HEAD_DIM), tl.float32)
+        for tile in tl.range(first, end, BLOCK, num_stages=STAGES):
+            position = nearest_own(tile + key, seen_from, end)
+            line = (page.to(tl.int64) * KV_HEADS + kv_head) * PAGE + (position & (PAGE - 1))
+            place = kv + line[:, None] * HEAD_DIM + lane[None, :]
+            # The next tile's, so that no load of keys waits for a load of pages.
+            page = tl.load(table + nearest_own(tile + BLOCK + key, seen_from, end) // PAGE)
+            score = tl.dot(query, tl.trans(tl.load(place))) * scale_log2
+            score = tl.where((tile + key == position)[None, :], score, float("-inf"))
+            new_largest = tl.maximum(largest, tl.max(score, axis=1))
+            share = tl.exp2(score - new_largest[:, None])
+            shrink = tl.exp2(largest - new_largest)
+            weight = weight * shrink + tl.sum(share, axis=1)
+            value = tl.load(place + value_offset)
+            total = tl.dot(share.to(value.dtype), value, total * shrink[:, None])
+            largest = new_largest
+        total = total / weight[:, None]
+        if splits == 1:
+            tl.store(out + in_row, total.to(out.dtype.element_ty), mask=member)
+        else:
+            partial = (first_partial + split) * heads + head
+            tl.store(partial_out + partial[:, None] * HEAD_DIM + lane[None, :], total, mask=member)
+            tl.store(partial_lse + partial, largest + tl.log2(weight), mask=head_rows < GROUP)
+            # All threads' stores happen before the count that tells others of them.
+            tl.debug_barrier()
+            counter = arrived + first_partial * KV_HEADS + kv_head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
+                tl.store(counter, 0)
+                merge_partials(
+                    out,
+                    partial_out,
+                    partial_lse,
+                    row,
+                    first_partial,
+                    splits,
+                    kv_head,
+                    KV_HEADS,
+                    GROUP,
+                    HEAD_DIM,
+                    MAX_SPLITS,
+                )

@@ -13,6 +13,7 @@ sm_90; off under the interpreter.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -24,6 +25,9 @@ from gpu_runner.kernels.linear_fma import linear_fma_kernel
 
 MIN_DOT_TOKENS = 16
 """Tokens that a tensor-core product is padded to."""
+NORM_VALUES_PER_THREAD = 128
+"""Values that a tensor-core program's norm asks for at once: each round waits for L2, and registers hold no more."""
+WARP_SIZE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,30 +133,35 @@ def _launch(
     num_tokens, k = x.shape
     n = len(weight)
     tiles = triton.cdiv(n, config.rows)
-    fusion = {
+    options: dict[str, Any] = {
+        "T": num_tokens,
+        "N": n,
+        "K": k,
+        "ROWS": config.rows,
+        "BLOCK_K": config.block_k,
         "HAS_NORM": norm is not None,
         "HAS_BIAS": bias is not None,
         "GATE_UP": gate_up,
         "ADD": add,
         "PDL": pdl,
-        "launch_pdl": pdl,
         "num_warps": config.num_warps,
     }
+    if pdl:
+        options["launch_pdl"] = True
     if not isinstance(config, DotConfig):
-        linear_fma_kernel[(tiles,)](
-            *(x, weight, norm, bias, out, eps),
-            **{"T": num_tokens, "N": n, "K": k},
-            **{"ROWS": config.rows, "BLOCK_K": config.block_k, "DEPTH": config.depth},
-            **fusion,
-        )
+        linear_fma_kernel[(tiles,)](x, weight, norm, bias, out, eps, DEPTH=config.depth, **options)
         return
+    padded_tokens = max(MIN_DOT_TOKENS, triton.next_power_of_2(num_tokens))
     partials, arrivals = _scratch_for(config, num_tokens, n, tiles, scratch)
     linear_dot_kernel[(tiles, config.split_k)](
         *(x, weight, norm, bias, out, partials, arrivals, eps),
-        **{"T": num_tokens, "M": max(MIN_DOT_TOKENS, triton.next_power_of_2(num_tokens)), "N": n, "K": k},
-        **{"ROWS": config.rows, "BLOCK_K": config.block_k, "STAGES": config.stages, "SPLIT_K": config.split_k},
-        **{"PREFETCH_K": config.prefetch_k, "WEIGHT_FIRST": config.weight_first},
-        **fusion,
+        M=padded_tokens,
+        NORM_K=min(triton.next_power_of_2(k), NORM_VALUES_PER_THREAD * WARP_SIZE * config.num_warps // padded_tokens),
+        STAGES=config.stages,
+        SPLIT_K=config.split_k,
+        PREFETCH_K=config.prefetch_k if pdl else 0,  # there is no wait to prefetch in without
+        WEIGHT_FIRST=config.weight_first,
+        **options,
     )
 
 
@@ -163,5 +172,7 @@ def _scratch_for(
         return None, None
     values = config.split_k * num_tokens * n
     if scratch is None or scratch.partials.numel() < values or scratch.arrivals.numel() < tiles:
-        raise ValueError(f"{config.split_k} parts of {num_tokens} x {n} need a scratch of {values} values, {tiles} tiles")
+        raise ValueError(
+            f"{config.split_k} parts of {num_tokens} x {n} need a scratch of {values} values, {tiles} tiles"
+        )
     return scratch.partials, scratch.arrivals

@@ -13,10 +13,6 @@ MAX_FUSED_NORM_VALUES = 32 * 1024
 """T * K above which each program's own norm of all tokens costs more than a norm kernel."""
 NUM_PROGRAMS = 132
 """Programs that fill the device: an H200's SMs."""
-LANE_K = 8
-"""Consecutive values that a thread loads at once: 16 bytes of bf16."""
-PREFETCH_LINE = 64
-"""Values of a line of L2: 128 bytes of bf16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +34,7 @@ class DotConfig:
     stages: int
     num_warps: int
     split_k: int = 1
-    prefetch_k: int = 0  # weights of each row sent for, to L2, before the PDL wait: a power of two, or 0
+    prefetch_k: int = 0  # weights of each row sent for, to L2, before the PDL wait: a power of two from 64, or 0
     weight_first: bool = False
 
 
@@ -54,7 +50,7 @@ def choose(num_tokens: int, n: int, k: int, *, norm: bool = False) -> LinearConf
         return _fma_config(n, k)
     if num_tokens > MAX_TOKENS or (norm and num_tokens * k > MAX_FUSED_NORM_VALUES):
         return None
-    return _dot_config(num_tokens, n, k)
+    return _dot_config(n, k)
 
 
 def _fma_config(n: int, k: int) -> FmaConfig:
@@ -65,18 +61,27 @@ def _fma_config(n: int, k: int) -> FmaConfig:
     return FmaConfig(rows=rows, block_k=block_k, depth=min(chunks, 4), num_warps=4)
 
 
-def _dot_config(num_tokens: int, n: int, k: int) -> DotConfig:
-    rows = 32 if n >= 32 * NUM_PROGRAMS // 2 else 16
+def split_for(n: int, k: int, *, rows: int, block_k: int) -> int:
+    """Parts of K with which the programs about fill the device once or twice, each part four blocks or more."""
     tiles = -(-n // rows)
-    block_k = 128 if k >= 1024 else 64
     split_k = 1
-    while tiles * split_k * 2 <= 2 * NUM_PROGRAMS and k >= split_k * 2 * 2 * block_k:
+    while tiles * split_k <= NUM_PROGRAMS and k >= split_k * 2 * 4 * block_k:
         split_k *= 2
-    part_k = -(-k // split_k)
-    # All of a program's part while it fits the L2 of 60 MB beside its neighbours'; else what hides the wait.
-    prefetch_k = min(_power_of_two(part_k), 1024)
+    return split_k
+
+
+def _dot_config(n: int, k: int) -> DotConfig:
+    rows = 32 if n >= 32 * NUM_PROGRAMS // 2 else 16
+    block_k = 128 if k >= 1024 else 64
+    split_k = split_for(n, k, rows=rows, block_k=block_k)
     return DotConfig(
-        rows=rows, block_k=block_k, stages=4, num_warps=rows // 8, split_k=split_k, prefetch_k=prefetch_k
+        rows=rows,
+        block_k=block_k,
+        stages=4,
+        num_warps=rows // 8,
+        split_k=split_k,
+        # A program's whole part of short rows; of long ones, what the wait for the kernel before leaves time for.
+        prefetch_k=min(_power_of_two(-(-k // split_k)), 1024),
     )
 
 

@@ -45,6 +45,7 @@ def linear_dot_kernel(
     K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    NORM_K: tl.constexpr,
     STAGES: tl.constexpr,
     SPLIT_K: tl.constexpr,
     PREFETCH_K: tl.constexpr,
@@ -57,8 +58,9 @@ def linear_dot_kernel(
 ):
     """A program owns ROWS rows of W and one of SPLIT_K parts of K; M >= T is the tokens' padded number.
 
-    Of a tile's programs the last to arrive adds the parts, in order: the result does not depend on who that is.
-    WEIGHT_FIRST makes W the left operand (with 64 rows or more, read from shared memory by warpgroups).
+    Of a tile's programs the last to arrive adds the parts, in order: the result does not depend on who that is. The
+    norm reads NORM_K values of all tokens at a time. WEIGHT_FIRST makes W the left operand (with 64 rows or more, read
+    from shared memory by warpgroups).
     """
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     PART_BLOCKS: tl.constexpr = (BLOCKS + SPLIT_K - 1) // SPLIT_K
@@ -83,11 +85,11 @@ def linear_dot_kernel(
         # Asked for now, so that it is there when the sums are. Its writer is the tile's last program to arrive.
         residual = tl.load(places, mask=mask, other=0.0)
     if HAS_NORM:
-        squares = tl.zeros((M, BLOCK_K), dtype=tl.float32)
-        for block in range(BLOCKS):
-            values = _x_tile(x, token, block * BLOCK_K + lane, T, K).to(tl.float32)
-            squares += values * values
-        scale = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
+        square_sum = tl.zeros((M,), dtype=tl.float32)
+        for block in range((K + NORM_K - 1) // NORM_K):
+            values = _x_tile(x, token, block * NORM_K + tl.arange(0, NORM_K), T, K).to(tl.float32)
+            square_sum += tl.sum(values * values, axis=1)
+        scale = tl.rsqrt(square_sum / K + eps)[:, None]
 
     if WEIGHT_FIRST:
         sums = tl.zeros((ROWS, M), dtype=tl.float32)

@@ -226,7 +226,7 @@ def _rms_norm_kernel(
     tl.store(out + row + column, (normed * scale).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pages"])
 def _qk_norm_rope_write_kernel(
     qkv,
     positions,

@@ -4,12 +4,13 @@ against. A row's token depends on its own logits, parameters, seed and position 
 The recipe, for a row over ids 0 .. V - 1. Floats are float32; integers wrap at 32 bits; >>> shifts zeros in:
 
 1.  NaN logits count as -inf and +inf as the largest float32, so that a broken row still yields an id below V.
-2.  d = (logit - largest logit) / temperature. So d <= 0, and 0 for the best id. A temperature below 1e-5 is greedy:
-    the smallest id with d = 0, and nothing below applies.
+2.  A temperature below 1e-5 is greedy: the smallest id with the largest logit, and nothing below applies. Else
+    d = (logit - largest logit) * (1 / temperature). So d <= 0, and 0 for the best id.
 3.  top-k, off at k <= 0 or k >= V: keep d >= the k-th largest d.
 4.  top-p, off at p >= 1: among the kept, weight = floor(exp(d) * 2**40) as an integer, so that sums do not depend on
     their order; keep d >= t for the largest t that leaves at least p of the kept weight. The best id always stays.
-5.  min-p, off at 0: keep d >= log(min_p), which is exp(d) >= min_p times the best id's.
+5.  min-p, off at 0: keep d >= log(min_p), which is exp(d) >= min_p times the best id's. The logarithm is taken in
+    float64 and rounded.
     In 3 to 5 ids whose d ties with the threshold all stay, so the order in which a sort would leave them is no matter.
 6.  Gumbel-max (Gumbel, 1954) with counter-based noise. With lo, hi the halves of the row's 64-bit seed, `position` the
     index of the new token in its sequence and mix(x) = x ^= x >>> 16, x *= 0x7FEB352D, x ^= x >>> 15,
@@ -19,7 +20,8 @@ The recipe, for a row over ids 0 .. V - 1. Floats are float32; integers wrap at 
         h(id) = mix(k0 + id * 0x9E3779B9), with k1 added between mix's first multiplication and second shift
         v = min((float(h) + 0.5) * 2**-32, 1 - 2**-24), h unsigned and rounded to the nearest float32
         noise = -log(-log1p(-v)), precise where v is near 0, which is where winners are
-    The token is the smallest id with the largest d + noise among the kept.
+    The token is the smallest id with the largest logit + temperature * noise among the kept: the order of d + noise,
+    but known without the largest logit, so that a row without filters needs one pass over its logits.
 """
 
 from __future__ import annotations
@@ -83,12 +85,14 @@ def sample(logits: Tensor, rows: SamplingRows, *, filtered: bool) -> Tensor:
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     for part in _parts(logits, filtered=filtered):
         chosen = rows[part]
-        distance = scaled_distance(logits[part], chosen.temperature)
+        score = _without_nan(logits[part])
+        is_greedy = (chosen.temperature < GREEDY_BELOW)[:, None]
         if filtered:
-            distance = distance.masked_fill(~kept(distance, chosen), -math.inf)
-        noisy = distance + gumbel_noise(chosen.seed, chosen.position, logits.shape[1])
-        is_greedy = chosen.temperature < GREEDY_BELOW
-        tokens[part] = torch.where(is_greedy[:, None], distance, noisy).argmax(dim=-1)
+            keep = kept(scaled_distance(score, chosen.temperature), chosen) | is_greedy
+            score = score.masked_fill(~keep, -math.inf)
+        noise = gumbel_noise(chosen.seed, chosen.position, logits.shape[1])
+        score += torch.where(is_greedy, 0.0, chosen.temperature[:, None]) * noise
+        tokens[part] = score.argmax(dim=-1)
     return tokens
 
 
@@ -97,7 +101,7 @@ def scaled_distance(logits: Tensor, temperature: Tensor) -> Tensor:
     logits = _without_nan(logits)
     best = logits.amax(dim=-1, keepdim=True)
     best = torch.where(best == -math.inf, 0.0, best)  # a row without any finite logit
-    return (logits - best) / torch.where(temperature < GREEDY_BELOW, 1.0, temperature)[:, None]
+    return (logits - best) * torch.where(temperature < GREEDY_BELOW, 1.0, temperature).reciprocal()[:, None]
 
 
 def kept(distance: Tensor, rows: SamplingRows) -> Tensor:
@@ -112,7 +116,7 @@ def kept(distance: Tensor, rows: SamplingRows) -> Tensor:
     total = weight.sum(dim=-1)
     wanted = (total.to(torch.float64) * rows.top_p).ceil().to(torch.int64).clamp(min=1)
     keep &= (key <= _key_that_reaches(key, weight, wanted)) | (rows.top_p >= 1.0)[:, None]
-    return keep & (distance >= rows.min_p.log()[:, None])
+    return keep & (distance >= rows.min_p.double().log().float()[:, None])
 
 
 def uniform_bits(seed: Tensor, position: Tensor, vocab: int) -> Tensor:

@@ -57,7 +57,7 @@ class Decoder:
     def forward(self, token_ids: Tensor, meta: Any, kv_cache: Tensor) -> Tensor:
         """Compute T tokens, writing their keys and values into `kv_cache`, of the shape `kernels.ops` documents.
 
-        token_ids: [T]. meta: the step as `ops` takes it. Returns the hidden states after the final norm, [T, hidden].
+        token_ids: [T]. meta: the step as `ops` takes it. Returns the last residual, [T, hidden], for `logits`.
         """
         ops, config, weights = self._ops, self.config, self._weights
         eps = config.rms_norm_eps
@@ -78,11 +78,14 @@ class Decoder:
             ops.linear_add(heads.flatten(1), layer.o, layer.o_bias, residual)
             inner = ops.norm_gate_up(residual, layer.post_attention_norm, eps, layer.gate_up, layer.gate_up_bias)
             ops.linear_add(inner, layer.down, layer.down_bias, residual)
-        return ops.rms_norm(residual, weights.final_norm, eps)
+        return residual
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [S, hidden] rows of `forward`'s result. Returns [S, vocab] float32."""
-        return self._ops.logits(hidden, self._weights.lm_head)
+        """Final norm and head. hidden: [S, hidden] rows of `forward`'s result. Returns [S, vocab] float32."""
+        weights = self._weights
+        return self._ops.logits(
+            self._ops.rms_norm(hidden, weights.final_norm, self.config.rms_norm_eps), weights.lm_head
+        )
 
     def _tensors(self) -> list[Tensor]:
         weights = self._weights

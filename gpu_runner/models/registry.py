@@ -12,19 +12,28 @@ from gpu_runner.models.checkpoint import Checkpoint
 from gpu_runner.models.config import ModelConfig
 from gpu_runner.models.decoder import Decoder
 from gpu_runner.models.gguf_file import GGUFFile
+from gpu_runner.models.hf_config import read_hf_config
 from gpu_runner.models.llama import LLAMA
 from gpu_runner.models.mistral import MISTRAL
 from gpu_runner.models.qwen2 import QWEN2
 from gpu_runner.models.qwen3 import QWEN3
 from gpu_runner.models.safetensors_folder import SafetensorsFolder
-from gpu_runner.models.weights import Progress, load_weights
+from gpu_runner.models.weights import Progress, load_weights, random_weights
 
 FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3)
 
 
 def read_model_config(model_path: str) -> ModelConfig:
-    """What the model is, without reading weights. Raises `StartupError` as `load_model` does."""
+    """What the model is; its weights need not be there. Raises `StartupError` as `load_model` does."""
+    if Path(model_path).is_dir():
+        return read_hf_config(Path(model_path), FAMILIES)
     return _open(model_path).config
+
+
+def random_model(model_path: str, *, device: torch.device, dtype: torch.dtype, ops: ModelOps | None = None) -> Decoder:
+    """A model of the config in `model_path` with random weights: for measuring speed without a checkpoint."""
+    config = read_model_config(model_path)
+    return Decoder(config, random_weights(config, device=device, dtype=dtype), ops or ReferenceOps())
 
 
 def load_model(

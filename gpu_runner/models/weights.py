@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from gpu_runner.models.decoder import DecoderWeights, LayerWeights
 Progress = Callable[[int, int], None]
 """Called with the bytes of the checkpoint read so far and in total."""
 
+RANDOM_DEVIATION = 0.02
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
@@ -25,10 +27,17 @@ def load_weights(
 
     Raises `StartupError` when tensors are missing, have other shapes than the config says, or are not the decoder's.
     """
-    config = checkpoint.config
-    wanted = expected_shapes(config)
+    wanted = expected_shapes(checkpoint.config)
     _check(checkpoint, wanted)
-    reader = _Reader(checkpoint, wanted, device, dtype, progress)
+    return _assemble(checkpoint.config, _Reader(checkpoint, wanted, device, dtype, progress))
+
+
+def random_weights(config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
+    """Weights of the model's shapes without meaning, always the same: gains of 1, all else normal, deviation 0.02."""
+    return _assemble(config, _RandomReader(expected_shapes(config), device, dtype))
+
+
+def _assemble(config: ModelConfig, reader: TensorReader) -> DecoderWeights:
     embedding = reader.fused(EMBEDDING)
     return DecoderWeights(
         embedding=embedding,
@@ -85,7 +94,7 @@ def _check(checkpoint: Checkpoint, wanted: dict[str, tuple[int, ...]]) -> None:
             raise StartupError(f"{checkpoint.source}: {name} has shape {found[name]}, the config says {shape}")
 
 
-def _layer(reader: _Reader, config: ModelConfig, prefix: str) -> LayerWeights:
+def _layer(reader: TensorReader, config: ModelConfig, prefix: str) -> LayerWeights:
     def fused(used: bool, kind: str, *names: str) -> Tensor | None:
         return reader.fused(*(f"{prefix}{name}.{kind}" for name in names)) if used else None
 
@@ -110,6 +119,27 @@ def _layer(reader: _Reader, config: ModelConfig, prefix: str) -> LayerWeights:
     )
 
 
+class TensorReader(Protocol):
+    """Makes the decoder's tensors."""
+
+    def fused(self, *names: str) -> Tensor:
+        """The named tensors, one after another along the first dimension, in new contiguous memory."""
+
+
+class _RandomReader:
+    def __init__(self, shapes: dict[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> None:
+        self._shapes = shapes
+        self._device, self._dtype = device, dtype
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def fused(self, *names: str) -> Tensor:
+        shapes = [self._shapes[name] for name in names]
+        out = torch.empty((sum(s[0] for s in shapes), *shapes[0][1:]), dtype=self._dtype, device=self._device)
+        if names[0].endswith("norm.weight"):
+            return out.fill_(1.0)
+        return out.normal_(0.0, RANDOM_DEVIATION, generator=self._generator)
+
+
 class _Reader:
     """Copies tensors to their place and counts the bytes."""
 
@@ -129,7 +159,6 @@ class _Reader:
         self._total = sum(checkpoint.stored_bytes(name) for name in wanted)
 
     def fused(self, *names: str) -> Tensor:
-        """The named tensors, one after another along the first dimension, in new contiguous memory."""
         shapes = [self._shapes[name] for name in names]
         rows = [shape[0] for shape in shapes]
         out = torch.empty((sum(rows), *shapes[0][1:]), dtype=self._dtype, device=self._device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import types
 import typing
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from api_server import CHAT, COMPLETIONS, JSON, Server
 from fake_backend import MODEL, FakeBackend
 
+from asyncengine.api import routes
 from asyncengine.api.schema import ChatRequest, CompletionRequest
 
 USER = {"role": "user", "content": "hi"}
@@ -423,3 +425,41 @@ async def test_messages_reach_the_template_as_plain_turns(server: Server, backen
     ]
     assert prompt.template_kwargs == kwargs
     assert prompt.add_generation_prompt is False
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"POST /v1/completions HTTP/9.9\r\nHost: x\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\nHost: x\nContent-Length: 19\n\n" + b'{"prompt":"secret"}',
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\nsecret",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"secret" * 11_000 + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X-Many: secret\r\n" * 1000 + b"\r\n",
+        b"GET /\xc3\xa9secret HTTP/1.1\r\nHost: x\r\n\r\n",
+    ],
+)
+async def test_bytes_that_are_not_http_are_refused_and_not_logged(
+    server: Server, head: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+    writer.write(head)
+    assert (await reader.read()).startswith(b"HTTP/1.0 400 ")
+    writer.close()
+    assert caplog.records == []
+    status, _ = await server.post(COMPLETIONS, {"prompt": "a"})
+    assert status == 200
+
+
+async def test_a_body_that_does_not_arrive_ends_its_connection(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(routes, "BODY_SECONDS", 0.05)
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+    )
+    head, body = (await reader.read()).split(b"\r\n\r\n")  # to the end: the server closes
+    writer.close()
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert error_of(408, msgspec.json.decode(body))["message"] == "the request body did not arrive within 0.05 seconds"
+    assert caplog.records == []

@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import pytest
 from api_server import Server, eventually
-from fake_backend import FakeBackend
+from fake_backend import MODEL, FakeBackend
 
 from asyncengine.client import AsyncClient
 from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError
@@ -37,6 +37,13 @@ PARAMS = SamplingParams(
 async def client(server: Server) -> AsyncIterator[AsyncClient]:
     async with AsyncClient(server.url) as client:
         yield client
+
+
+async def test_the_models_are_those_of_the_server(client: AsyncClient) -> None:
+    assert await client.models() == [MODEL]
+    async with AsyncClient("http://127.0.0.1:9") as nobody:
+        with pytest.raises(EngineError, match=r"^no answer from http://127\.0\.0\.1:9: "):
+            await nobody.models()
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)

@@ -11,14 +11,19 @@ import torch
 
 from asyncengine.config import MAX_STOP_IDS, PAGE_SIZE
 from asyncengine.wire.messages import RunnerInfo
+from gpu_runner.device.buffers import pages_for
 from gpu_runner.device.executor import Executor
 from gpu_runner.device.memory import allocate_kv_cache
+from gpu_runner.device.state import DeviceState
+from gpu_runner.device.step import Step
 from gpu_runner.device.stream import Stream
 from gpu_runner.device.target import make_stream
 from gpu_runner.kernels.model_ops import ReferenceOps
 from gpu_runner.kernels.ops import BatchMeta
+from gpu_runner.kernels.upload_layout import upload_words
 from gpu_runner.models.config import ModelConfig, RopeConfig
 from gpu_runner.models.decoder import Decoder, DecoderWeights, LayerWeights
+from gpu_runner.schedule.buckets import bucket_for, token_buckets
 from gpu_runner.schedule.plan import StartRows, StepPlan, StepResult
 
 VOCAB = 97
@@ -144,7 +149,7 @@ class Rig:
         tokens = [token for row in prefill for token in row.tokens]
         return StepPlan(
             step=self.step,
-            bucket=len(decode) + len(tokens),
+            bucket=bucket_for(token_buckets(512), len(decode) + len(tokens)),
             num_decode_rows=len(decode),
             row_slot=np.array([slot for slot, _ in decode] + [row.slot for row in prefill], dtype=np.int32),
             row_gen=np.zeros(len(decode) + len(prefill), dtype=np.int32),
@@ -233,13 +238,25 @@ def make_rig(
         weight_bytes=0,
         kv_cache_bytes=kv_cache.nbytes,
     )
-    executor = Executor(
+    pages_per_seq = pages_for(max_model_len)
+    words = upload_words(num_slots=num_slots, pages_per_seq=pages_per_seq, max_step_tokens=512)
+    step = Step(
         decoder=decoder,
-        model_config=CONFIG,
         kv_cache=kv_cache,
+        state=DeviceState(num_slots=num_slots, pages_per_seq=pages_per_seq, device=device),
+        max_step_tokens=512,
+        upload_words=words,
+    )
+    executor = Executor(
+        step=step,
+        model_config=CONFIG,
         stream=stream or make_stream(device),
         info=info,
         num_slots=num_slots,
+        pages_per_seq=pages_per_seq,
         max_step_tokens=512,
+        pinned=device.type == "cuda",
     )
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return Rig(executor=executor, kv_cache=kv_cache, decoder=decoder, device=device)

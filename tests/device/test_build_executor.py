@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from asyncengine.config import Device, EngineConfig
 from asyncengine.errors import StartupError
 from asyncengine.wire.messages import RunnerInfo
-from gpu_runner.device.executor import build_executor
+from gpu_runner.device.build import build_executor
 from gpu_runner.device.target import choose_device, choose_dtype
 from gpu_runner.models.registry import load_model
 
@@ -33,7 +33,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 8,
+        "head_dim": 16,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "max_position_embeddings": 256,
@@ -54,10 +54,10 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     }
     for layer in range(2):
         shapes = {
-            "self_attn.q_proj": (32, 32),
-            "self_attn.k_proj": (16, 32),
-            "self_attn.v_proj": (16, 32),
-            "self_attn.o_proj": (32, 32),
+            "self_attn.q_proj": (64, 32),
+            "self_attn.k_proj": (32, 32),
+            "self_attn.v_proj": (32, 32),
+            "self_attn.o_proj": (32, 64),
             "mlp.gate_proj": (48, 32),
             "mlp.up_proj": (48, 32),
             "mlp.down_proj": (32, 48),
@@ -87,7 +87,7 @@ def test_a_model_from_disk_generates_what_a_full_recompute_does(device: Device, 
     assert executor.model_config.eos_ids == (1,)
     assert isinstance(executor.info, RunnerInfo)
     assert executor.info.dtype == "float32"
-    assert executor.info.kv_cache_bytes == executor.kv_cache_bytes == 26 * 4096
+    assert executor.info.kv_cache_bytes == executor.kv_cache_bytes == 26 * 8192
     weights = [report for report in reports if report[0] == "loading weights"]
     assert weights[-1][1] == weights[-1][2] > 0
 

@@ -9,7 +9,6 @@ from device_harness import CONFIG
 from asyncengine.config import EngineConfig
 from asyncengine.errors import StartupError
 from gpu_runner.device.host import available_memory_bytes, usable_cores
-from gpu_runner.device.largest_step import largest_plan
 from gpu_runner.device.memory import KvSize, allocate_kv_cache, page_bytes, size_kv_cache, wanted_model_len
 
 PAGE = 2 * 2 * 2 * 16 * 8 * 4
@@ -69,19 +68,6 @@ def test_a_kv_cache_is_zeroed_contiguous_and_of_the_documented_shape(dtype: torc
     assert cache.nbytes == 5 * page_bytes(CONFIG, dtype)
     cache[1, 1, 4, 1, 15, 7] = 2.5
     assert cache[1, 1, 4, 1, 15, 7] == 2.5
-
-
-@pytest.mark.parametrize(
-    ("num_slots", "tokens", "max_len", "lengths"),
-    [(4, 16, 100, [13, 1, 1, 1]), (4, 16, 6, [6, 6, 3, 1]), (8, 3, 100, [1, 1, 1]), (2, 50, 10, [10, 10])],
-)
-def test_the_largest_plan_uses_all_tokens_and_rows_up_to_the_context_length(
-    num_slots: int, tokens: int, max_len: int, lengths: list[int]
-) -> None:
-    plan = largest_plan(num_slots=num_slots, max_step_tokens=tokens, max_model_len=max_len)
-    assert plan.row_len.tolist() == lengths
-    assert plan.num_tokens == sum(lengths)
-    assert (plan.row_start + plan.row_len == max_len).all()
 
 
 def test_a_containers_limits_count(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -111,6 +112,38 @@ def test_a_server_answers_until_a_signal_and_leaves_nothing(short_path: Path, nu
     assert "Traceback" not in err
 
 
+def test_a_signal_ends_a_stream_with_an_error_that_its_client_can_read(short_path: Path) -> None:
+    with running(short_path, "serve", "--port", "0", tokens=[40] * 8000, step_ms=5) as command:
+        url = command.read_until(r"Ready: \S+ at (\S+)")[1]
+        body = json.dumps({"prompt": "go", "max_tokens": 8000, "stream": True}).encode()
+        request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=20) as response:
+            assert response.readline().startswith(b"data: {")
+            command.process.terminate()
+            *_, last = response.read().decode().strip().split("\n\n")
+        code, _, err = command.finish()
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_dead"
+    assert code == 0
+    assert "Traceback" not in err
+
+
+def test_a_server_that_loses_a_process_tells_its_clients_and_exits_with_code_1(short_path: Path) -> None:
+    with running(short_path, "serve", "--port", "0", tokens=[40] * 8000, step_ms=5) as command:
+        url = command.read_until(r"Ready: \S+ at (\S+)")[1]
+        body = json.dumps({"prompt": "go", "max_tokens": 8000, "stream": True}).encode()
+        request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=20) as response:
+            assert response.readline().startswith(b"data: {")
+            children = command.children()
+            os.kill(children[0], signal.SIGKILL)
+            *_, last = response.read().decode().strip().split("\n\n")
+        code, _, err = command.finish()
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "gpu_runner was killed by SIGKILL"
+    assert code == 1
+    assert err.splitlines()[-1] == "the engine has failed: gpu_runner was killed by SIGKILL"
+    assert all_gone(children)
+
+
 def test_a_signal_during_the_start_leaves_nothing(short_path: Path) -> None:
     with running(short_path, "serve", "--port", "0") as command:
         deadline = time.monotonic() + 20
@@ -144,6 +177,39 @@ def test_a_start_that_fails_is_one_line_and_code_1(
     assert (code, out) == (1, "")
     assert last.startswith(f"asyncengine: {sentence}")
     assert all(re.search(r"\d s$", line) for line in progress)
+
+
+def test_connections_are_not_limited_to_the_shells_number_of_open_files(short_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard))
+    try:
+        command = Command(short_path, "serve", "--port", "0")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    url = command.read_until(r"Ready: \S+ at (\S+)")[1]
+    port = int(url.rsplit(":", 1)[1])
+    stalled = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
+    assert ask(url) == "one two three"
+    for connection in stalled:
+        connection.close()
+    command.process.terminate()
+    assert command.finish()[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["--temperature", "9"], "temperature must be from 0 to 2, got 9.0"),
+        (["--max-tokens", "0"], "max_tokens must be an integer from 1 to 2147483647, got 0"),
+        (["--url", "garbage"], "there is no usable server at garbage: no answer from garbage: "),
+    ],
+)
+def test_a_chat_with_a_wrong_option_is_one_line_and_code_1(short_path: Path, args: list[str], sentence: str) -> None:
+    with running(short_path, "chat", *args) as command:
+        code, out, err = command.finish()
+    assert (code, out) == (1, "")
+    assert err.startswith(f"asyncengine: {sentence}")
+    assert err.count("\n") == 1
 
 
 def test_a_port_in_use_is_one_line_and_code_1(short_path: Path) -> None:
@@ -180,7 +246,7 @@ def test_a_chat_over_http_is_the_same_and_a_lost_server_is_one_line(short_path: 
     with running(short_path / "chat", "chat", "--url", url) as command:
         code, out, err = command.finish()
     assert (code, out) == (1, "")
-    assert err.startswith(f"asyncengine: there is no usable server at {url}/v1: ")
+    assert err.startswith(f"asyncengine: there is no usable server at {url}: no answer from {url}: ")
     assert err.count("\n") == 1
 
 

@@ -19,6 +19,7 @@ from asyncengine import supervisor as supervisor_module
 from asyncengine.child import describe_exit, sidecar_environment
 from asyncengine.config import EngineConfig, Role
 from asyncengine.errors import StartupError
+from asyncengine.run_dir import RunDir
 from asyncengine.supervisor import Supervisor
 
 TESTS = Path(__file__).parents[1]
@@ -198,7 +199,7 @@ async def test_a_frozen_sidecar_is_named_until_it_goes_on(monkeypatch: pytest.Mo
         await until(lambda: supervisor.stalled(runner_on_cpu=True) == [])
 
 
-def test_children_of_a_killed_parent_are_gone(
+def test_children_of_a_killed_parent_are_gone_and_the_next_engine_removes_its_run_directory(
     monkeypatch: pytest.MonkeyPatch, run_dirs: Callable[[], list[Path]]
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tempfile.tempdir))
@@ -213,10 +214,9 @@ def test_children_of_a_killed_parent_are_gone(
     while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(is_running(pid) for pid in pids)
-    for path in run_dirs():  # a killed process cannot tidy up
-        for socket in path.iterdir():
-            socket.unlink()
-        path.rmdir()
+    (left,) = run_dirs()
+    RunDir().remove()
+    assert not left.exists()
 
 
 def test_a_sidecar_gets_no_secrets_and_few_threads() -> None:

@@ -12,7 +12,8 @@ from support.tokenizers_cache import default_model_file
 from asyncengine.config import EngineConfig
 from asyncengine.sampling import SamplingParams
 from asyncengine.tokenizer_file import load_tokenizer
-from gpu_runner.device.executor import Executor, build_executor
+from gpu_runner.device.build import build_executor
+from gpu_runner.device.executor import Executor
 from gpu_runner.schedule.plan import StepPlan
 from gpu_runner.schedule.scheduler import Scheduler, num_slots_for
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import signal
 import sys
 
 from asyncengine.config import SidecarConfig
@@ -18,6 +21,9 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
         raise ValueError("the weights are upside down")
     if behaviour == "refuse":
         raise StartupError(f"cannot load {config.model_path}")
+    if behaviour == "refuse and be stopped while leaving":
+        atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+        raise StartupError("no")
     inbox = pipes.receiver("runner.control", Abort)
     reporter.ready(
         RunnerInfo(

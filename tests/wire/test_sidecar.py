@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import pytest
@@ -58,10 +59,14 @@ def config_for(run_dir: Path, role: Role = "gpu_runner") -> SidecarConfig:
     return SidecarConfig(engine=engine, role=role, index=2, model_path="/no/such/model", run_dir=str(run_dir))
 
 
-def start(config: SidecarConfig, behaviour: str, started: list[subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(
-        [sys.executable, str(CHILD), behaviour], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
+def start(
+    config: SidecarConfig,
+    behaviour: str,
+    started: list[subprocess.Popen[bytes]],
+    *,
+    stderr: IO[bytes] | int = subprocess.DEVNULL,
+) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([sys.executable, str(CHILD), behaviour], stdin=subprocess.PIPE, stderr=stderr)
     started.append(process)
     assert process.stdin is not None
     write_config(process.stdin, config)
@@ -171,6 +176,16 @@ def test_an_exception_is_reported_as_fatal_and_ends_the_sidecar_with_status_1(
     process = start(config_for(run_dir), behaviour, started)
     assert reports(receiver, Fatal)[-1] == Fatal("gpu_runner", 2, message)
     assert process.wait(WAIT_SECONDS) == 1
+
+
+def test_a_signal_to_a_sidecar_that_is_already_leaving_changes_nothing(
+    tmp_path: Path, started: list[subprocess.Popen[bytes]]
+) -> None:
+    errors = tmp_path / "stderr"
+    with errors.open("wb") as stderr:
+        process = start(config_for(tmp_path), "refuse and be stopped while leaving", started, stderr=stderr)
+        assert process.wait(WAIT_SECONDS) == 1
+    assert errors.read_text() == ""
 
 
 def test_a_fatal_sidecar_ends_even_if_no_supervisor_listens(

@@ -1,0 +1,154 @@
+"""The kernel behind `work_list`, which see: program 0 lists ranges of decode rows, program 1 tiles of prefill rows."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def build_kernel(
+    counts,
+    row_slot,
+    row_start,
+    row_len,
+    row_token,
+    items,
+    tiles,
+    sort_keys,
+    lengths,
+    kv_capacity,
+    WINDOW: tl.constexpr,
+    TARGET: tl.constexpr,
+    STEP: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+    ITEM_WORDS: tl.constexpr,
+    TILE_WORDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SORT: tl.constexpr,
+    OTHERS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    num_decode_rows = tl.load(counts)
+    if tl.program_id(0) == 0:
+        _list_decode(
+            num_decode_rows, row_slot, row_start, items, lengths, kv_capacity,
+            WINDOW, TARGET, STEP, MAX_SPLITS, ITEM_WORDS, ROWS,
+        )  # fmt: skip
+    else:
+        num_rows = tl.load(counts + 1)
+        num_tiles = _cut_chunks(num_decode_rows, num_rows, row_start, row_len, sort_keys, WINDOW, TILE, ROWS)
+        tl.debug_barrier()
+        _list_tiles(
+            num_tiles, row_slot, row_start, row_len, row_token, sort_keys, tiles, TILE, TILE_WORDS, SORT, OTHERS
+        )
+        tl.store(lengths + 1, num_tiles)
+
+
+@triton.jit
+def _visible(row, exists, row_start, kv_capacity, WINDOW: tl.constexpr, STEP: tl.constexpr):
+    """First key that a decode row sees, where its ranges begin (a multiple of STEP) and the key behind its last."""
+    end = tl.minimum(tl.load(row_start + row, mask=exists, other=0) + 1, kv_capacity)
+    first = tl.zeros_like(end)
+    if WINDOW > 0:
+        first = tl.maximum(end - WINDOW, 0)
+    begin = first // STEP * STEP
+    return first, tl.where(exists, begin, 0), tl.where(exists, end, 0)
+
+
+@triton.jit
+def _list_decode(
+    num_rows, row_slot, row_start, items, lengths, kv_capacity,
+    WINDOW: tl.constexpr, TARGET: tl.constexpr, STEP: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    ITEM_WORDS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    place = tl.arange(0, ROWS)
+    keys = 0
+    longest = 0
+    for block in range(0, num_rows, ROWS):
+        _, begin, end = _visible(block + place, block + place < num_rows, row_start, kv_capacity, WINDOW, STEP)
+        keys += tl.sum(end - begin)
+        longest = tl.maximum(longest, tl.max(end - begin))
+    size = tl.maximum(tl.maximum(tl.cdiv(keys, TARGET), tl.cdiv(longest, MAX_SPLITS)), STEP)
+    size = tl.cdiv(size, STEP) * STEP
+
+    num_items = 0
+    num_partial = 0
+    for block in range(0, num_rows, ROWS):
+        row = block + place
+        exists = row < num_rows
+        slot = tl.load(row_slot + row, mask=exists, other=0)
+        first, begin, end = _visible(row, exists, row_start, kv_capacity, WINDOW, STEP)
+        # The same number of ranges, or fewer, of equal size.
+        even = tl.maximum(tl.cdiv(end - begin, tl.maximum(tl.cdiv(end - begin, size), 1)), 1)
+        even = tl.cdiv(even, STEP) * STEP
+        splits = tl.cdiv(end - begin, even)
+        partial = tl.where(splits > 1, splits, 0)
+        item = num_items + tl.cumsum(splits) - splits
+        first_partial = num_partial + tl.cumsum(partial) - partial
+        for split in range(tl.max(splits)):
+            listed = split < splits
+            word = items + (item + split) * ITEM_WORDS
+            tl.store(word, row, mask=listed)
+            tl.store(word + 1, slot, mask=listed)
+            tl.store(word + 2, begin + split * even, mask=listed)
+            tl.store(word + 3, tl.minimum(begin + (split + 1) * even, end), mask=listed)
+            tl.store(word + 4, first_partial, mask=listed)
+            tl.store(word + 5, tl.zeros_like(row) + split, mask=listed)
+            tl.store(word + 6, splits, mask=listed)
+            tl.store(word + 7, first, mask=listed)
+        num_items += tl.sum(splits)
+        num_partial += tl.sum(partial)
+    tl.store(lengths, num_items)
+
+
+@triton.jit
+def _cut_chunks(
+    first_row, num_rows, row_start, row_len, sort_keys, WINDOW: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr
+):
+    """A sort key for each tile: keys it sees (24 bits), row (16), place in the row (24). Returns their number."""
+    place = tl.arange(0, ROWS)
+    num_tiles = 0
+    for block in range(first_row, num_rows, ROWS):
+        row = block + place
+        exists = row < num_rows
+        start = tl.load(row_start + row, mask=exists, other=0)
+        length = tl.load(row_len + row, mask=exists, other=0)
+        count = tl.cdiv(length, TILE)
+        first_tile = num_tiles + tl.cumsum(count) - count
+        for tile in range(tl.max(count)):
+            seen = start + tl.minimum((tile + 1) * TILE, length)
+            if WINDOW > 0:
+                seen = tl.minimum(seen, WINDOW + TILE)
+            key = (seen.to(tl.int64) << 40) | (row.to(tl.int64) << 24) | tile
+            tl.store(sort_keys + first_tile + tile, key, mask=tile < count)
+        num_tiles += tl.sum(count)
+    return num_tiles
+
+
+@triton.jit
+def _list_tiles(
+    num_tiles, row_slot, row_start, row_len, row_token, sort_keys, tiles,
+    TILE: tl.constexpr, TILE_WORDS: tl.constexpr, SORT: tl.constexpr, OTHERS: tl.constexpr,
+):  # fmt: skip
+    """Write each tile to the place that the number of larger keys gives it; keys are distinct."""
+    place = tl.arange(0, SORT)
+    other_place = tl.arange(0, OTHERS)
+    for block in range(0, num_tiles, SORT):
+        exists = block + place < num_tiles
+        key = tl.load(sort_keys + block + place, mask=exists, other=0)
+        rank = tl.zeros((SORT,), tl.int32)
+        for other in range(0, num_tiles, OTHERS):
+            others = tl.load(sort_keys + other + other_place, mask=other + other_place < num_tiles, other=-1)
+            rank += tl.sum((others[None, :] > key[:, None]).to(tl.int32), axis=1)
+        row = ((key >> 24) & 0xFFFF).to(tl.int32)
+        token = (key & 0xFFFFFF).to(tl.int32) * TILE
+        word = tiles + rank * TILE_WORDS
+        tl.store(word, tl.load(row_slot + row, mask=exists, other=0), mask=exists)
+        tl.store(word + 1, tl.load(row_token + row, mask=exists, other=0) + token, mask=exists)
+        tl.store(word + 2, tl.load(row_start + row, mask=exists, other=0) + token, mask=exists)
+        left = tl.load(row_len + row, mask=exists, other=0) - token
+        tl.store(word + 3, tl.minimum(left, TILE), mask=exists)

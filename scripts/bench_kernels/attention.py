@@ -1,0 +1,354 @@
+"""Attention kernels on a GPU: errors first, then time a layer for candidate tilings against the floor.
+
+    python scripts/bench_kernels/attention.py [--smoke]
+
+Times are medians over replays of a graph that runs one launch after the other over layers with caches of their own,
+more than the L2 cache holds. --smoke: tiny shapes under Triton's interpreter, to see that the script runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+    from support.triton_interpreter import use_interpreter
+
+    use_interpreter()
+
+from gpu_runner.kernels import reference  # noqa: E402 - after the interpreter was chosen
+from gpu_runner.kernels.attention_decode import DecodeTiling, decode_attention  # noqa: E402
+from gpu_runner.kernels.attention_prefill import PrefillTiling, prefill_attention  # noqa: E402
+from gpu_runner.kernels.work_list import WorkList, allocate_work_list, build_work_list  # noqa: E402
+
+PAGE = 16
+BYTES_PER_US = 4.5e6
+FLOPS_PER_US = 750e6
+WORKING_SET_BYTES = 300e6
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def token_bytes(self) -> int:
+        return 2 * self.kv_heads * self.head_dim * 2
+
+
+QWEN = Shape("Qwen3-0.6B", 16, 8, 128)
+LLAMA = Shape("Llama-3.1-8B", 32, 8, 128)
+SMOLLM = Shape("SmolLM2-135M", 9, 3, 64)
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    decode_lens: list[int]
+    chunks: list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class DecodeChoice:
+    tiling: DecodeTiling
+    target_programs: int = 132 * 8
+    pdl: bool = True
+
+    @property
+    def label(self) -> str:
+        tiling = self.tiling
+        return (
+            f"{tiling.block_tokens}/{tiling.num_warps}/{tiling.num_stages}/{tiling.prefetch_pages}"
+            f"/{self.target_programs // 132}{'' if self.pdl else ' noPDL'}"
+        )
+
+
+@dataclass(frozen=True)
+class PrefillChoice:
+    tiling: PrefillTiling
+    tile_rows: int
+
+    @property
+    def label(self) -> str:
+        tiling = self.tiling
+        return f"{self.tile_rows}x{tiling.block_tokens}/{tiling.num_warps}/{tiling.num_stages}/{tiling.programs // 132}"
+
+
+class Step:
+    """Device buffers of one step whose rows own random pages, with caches of enough layers."""
+
+    def __init__(self, shape: Shape, case: Case, *, dtype: torch.dtype, device: str, layers: int | None = None) -> None:
+        generator = np.random.default_rng(0)
+        starts = [length - 1 for length in case.decode_lens] + [start for start, _ in case.chunks]
+        lengths = [1] * len(case.decode_lens) + [length for _, length in case.chunks]
+        ends = np.array(starts) + np.array(lengths)
+        pages = -(-ends // PAGE)
+        order = generator.permutation(int(pages.sum())).astype(np.int32) + 1
+        table = np.zeros((len(starts), int(pages.max()) + 1), np.int32)
+        for row, first in enumerate(np.cumsum(pages) - pages):
+            table[row, : pages[row]] = order[first : first + pages[row]]
+        layer_bytes = int(pages.sum()) * PAGE * shape.token_bytes
+        self.layers = layers or int(min(max(WORKING_SET_BYTES // layer_bytes, 3), 100))
+        self.shape = shape
+        self.num_tokens = sum(lengths)
+        self.num_decode_rows = len(case.decode_lens)
+        self.starts, self.lengths = np.array(starts, np.int32), np.array(lengths, np.int32)
+
+        def ints(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        self.counts = ints([len(case.decode_lens), len(starts), self.num_tokens, 0])
+        self.row_slot, self.row_start, self.row_len = ints(list(range(len(starts)))), ints(starts), ints(lengths)
+        self.row_token = ints([sum(lengths[:row]) for row in range(len(starts))])
+        self.page_table = torch.from_numpy(table).to(device)
+        size = (self.layers, 2, len(order) + 1, shape.kv_heads, PAGE, shape.head_dim)
+        self.kv = torch.empty(size, dtype=dtype, device=device).normal_()
+        self.q = torch.randn((self.num_tokens, shape.heads, shape.head_dim), device=device).to(dtype)
+        self.out = torch.full_like(self.q, torch.nan)
+        self.scale = shape.head_dim**-0.5
+
+    def work(self, *, target_programs: int = 132 * 8, tile_rows: int = 128) -> WorkList:
+        return allocate_work_list(
+            max_rows=len(self.starts),
+            max_tokens=self.num_tokens,
+            num_heads=self.shape.heads,
+            num_kv_heads=self.shape.kv_heads,
+            head_dim=self.shape.head_dim,
+            window=None,
+            device=self.q.device,
+            target_programs=target_programs,
+            tile_rows=tile_rows,
+        )
+
+    def build(self, work: WorkList, *, pdl: bool = True) -> None:
+        build_work_list(
+            work,
+            counts=self.counts,
+            row_slot=self.row_slot,
+            row_start=self.row_start,
+            row_len=self.row_len,
+            row_token=self.row_token,
+            page_table=self.page_table,
+            prefill=True,
+            pdl=pdl,
+        )
+
+    def decode(self, work: WorkList, layer: int, choice: DecodeChoice) -> None:
+        decode_attention(
+            self.q,
+            self.kv[layer],
+            self.out,
+            work,
+            counts=self.counts,
+            page_table=self.page_table,
+            scale=self.scale,
+            tiling=choice.tiling,
+            pdl=choice.pdl,
+        )
+
+    def prefill(self, work: WorkList, layer: int, choice: PrefillChoice) -> None:
+        prefill_attention(
+            self.q,
+            self.kv[layer],
+            self.out,
+            work,
+            page_table=self.page_table,
+            scale=self.scale,
+            tiling=choice.tiling,
+        )
+
+    def exact(self) -> Tensor:
+        position = torch.from_numpy(
+            np.concatenate([np.arange(s, s + n) for s, n in zip(self.starts, self.lengths, strict=True)])
+        )
+        return reference.paged_attention(
+            self.q.float(),
+            self.kv[0].float(),
+            num_decode_rows=self.num_decode_rows,
+            row_start=self.starts,
+            row_len=self.lengths,
+            row_slot=self.row_slot.long(),
+            positions=position.to(self.q.device),
+            page_table=self.page_table,
+            scale=self.scale,
+            window=None,
+        )
+
+
+def error(step: Step, decode: DecodeChoice, prefill: PrefillChoice) -> float:
+    """Relative error of layer 0, all tokens; NaN if one was not written."""
+    work = step.work(target_programs=decode.target_programs, tile_rows=prefill.tile_rows)
+    step.build(work)
+    step.out.fill_(torch.nan)
+    step.decode(work, 0, decode)
+    step.prefill(work, 0, prefill)
+    exact = step.exact()
+    return float((step.out.float() - exact).norm() / exact.norm())
+
+
+def median_us(launch: Callable[[int], None], count: int, *, repeats: int = 9) -> float:
+    """Time of one of `count` launches in a replayed graph; one plain round of them without a GPU."""
+    if not ON_GPU:
+        launch(0)
+        return 0.0
+    launch(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(count):
+            launch(index)
+    times = []
+    for _ in range(repeats + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / count)
+    return statistics.median(times[2:])
+
+
+def time_decode(step: Step, choice: DecodeChoice) -> float:
+    work = step.work(target_programs=choice.target_programs)
+    step.build(work)
+    return median_us(lambda index: step.decode(work, index % step.layers, choice), max(step.layers, 20))
+
+
+def time_prefill(step: Step, choice: PrefillChoice) -> float:
+    work = step.work(tile_rows=choice.tile_rows)
+    step.build(work)
+    return median_us(lambda index: step.prefill(work, index % step.layers, choice), max(step.layers, 10))
+
+
+def time_build(step: Step) -> float:
+    work = step.work()
+    return median_us(lambda _: step.build(work), 20)
+
+
+def decode_table(shape: Shape, cases: list[Case], choices: list[DecodeChoice], dtype: torch.dtype, device: str) -> None:
+    print(f"\ndecode, {shape.name}: us a layer; tile keys/warps/stages/prefetched pages/target programs an SM")
+    print(
+        f"{'rows x context':>16} {'floor':>7} " + " ".join(f"{choice.label:>14}" for choice in choices) + "  best TB/s"
+    )
+    for case in cases:
+        step = Step(shape, case, dtype=dtype, device=device)
+        moved = sum(case.decode_lens) * shape.token_bytes + 2 * step.q.nbytes
+        times = [time_decode(step, choice) for choice in choices]
+        rate = moved / max(min(times), 1e-9) / 1e6
+        print(
+            f"{case.name:>16} {moved / BYTES_PER_US:7.2f} " + " ".join(f"{us:14.2f}" for us in times) + f" {rate:10.2f}"
+        )
+
+
+def prefill_table(
+    shape: Shape, cases: list[Case], choices: list[PrefillChoice], dtype: torch.dtype, device: str
+) -> None:
+    print(f"\nprefill, {shape.name}: us a layer; query rows x keys/warps/stages/programs an SM")
+    print(
+        f"{'chunks @ start':>16} {'floor':>7} "
+        + " ".join(f"{choice.label:>14}" for choice in choices)
+        + "  best TFLOP/s"
+    )
+    for case in cases:
+        step = Step(shape, case, dtype=dtype, device=device)
+        pairs = sum(length * start + length * (length + 1) / 2 for start, length in case.chunks)
+        flops = 4 * pairs * shape.heads * shape.head_dim
+        times = [time_prefill(step, choice) for choice in choices]
+        rate = flops / max(min(times), 1e-9) / 1e6
+        print(
+            f"{case.name:>16} {flops / FLOPS_PER_US:7.1f} " + " ".join(f"{us:14.1f}" for us in times) + f" {rate:10.0f}"
+        )
+
+
+def decode_case(rows: int, context: int) -> Case:
+    return Case(f"{rows} x {context}", [context] * rows, [])
+
+
+def ragged_case(rows: int, mean: int) -> Case:
+    lens = np.random.default_rng(1).exponential(mean, rows).astype(int) + 1
+    return Case(f"{rows} x ~{mean}", [*lens.tolist()[:-1], 8192], [])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true")
+    smoke = parser.parse_args().smoke
+    device, dtype = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
+
+    base = DecodeChoice(DecodeTiling(32, 2, 3, 4))
+    tilings = [
+        *(DecodeTiling(32, 2, 3, pages) for pages in (0, 4, 16)),
+        DecodeTiling(32, 2, 4, 4),
+        DecodeTiling(64, 2, 3, 4),
+        DecodeTiling(64, 4, 3, 4),
+        DecodeTiling(32, 2, 2, 8),
+        DecodeTiling(32, 1, 3, 4),
+        DecodeTiling(128, 4, 2, 8),
+    ]
+    decode_choices = [DecodeChoice(tiling) for tiling in tilings]
+    targets = [
+        replace(base, pdl=False),
+        *(replace(base, target_programs=132 * count) for count in (2, 4, 6, 8, 16)),
+    ]
+    prefill_base = PrefillChoice(PrefillTiling(64, 8, 3, 132), 128)
+    prefill_choices = [
+        prefill_base,
+        PrefillChoice(PrefillTiling(64, 8, 2, 132), 128),
+        PrefillChoice(PrefillTiling(128, 8, 2, 132), 128),
+        PrefillChoice(PrefillTiling(64, 4, 3, 264), 64),
+        PrefillChoice(PrefillTiling(64, 4, 2, 264), 64),
+        PrefillChoice(PrefillTiling(128, 4, 2, 132), 64),
+    ]
+
+    if smoke:
+        shape = replace(SMOLLM, heads=3, kv_heads=1)
+        case = Case("smoke", [40, 7, 300], [(20, 30), (0, 5)])
+        print(f"error {error(Step(shape, case, dtype=dtype, device=device, layers=1), base, prefill_base):.1e}")
+        decode_table(shape, [replace(case, chunks=[])], [*decode_choices[:2], *targets[:2]], dtype, device)
+        prefill_table(shape, [replace(case, decode_lens=[])], prefill_choices[:2], dtype, device)
+        return
+
+    for shape in (QWEN, LLAMA, SMOLLM):
+        lens = np.random.default_rng(2).integers(1, 3000, 33).tolist()
+        case = Case("ragged", lens, [(700, 333), (0, 1), (0, 517), (16, 64)])
+        step = Step(shape, case, dtype=dtype, device=device, layers=1)
+        errors = [error(step, choice, prefill_base) for choice in (base, replace(base, target_programs=132))]
+        print(f"{shape.name}: relative error " + ", ".join(f"{value:.1e}" for value in errors))
+
+    grid = [(1, 256), (1, 1024), (1, 8192), (8, 256), (64, 256), (256, 256), (512, 256), (256, 1000)]
+    cases = [*(decode_case(rows, context) for rows, context in grid), ragged_case(128, 300)]
+    decode_table(QWEN, cases, decode_choices, dtype, device)
+    decode_table(QWEN, [*cases[:6], cases[-1]], targets, dtype, device)
+    decode_table(LLAMA, cases[:7:2], [decode_choices[index] for index in (1, 4, 5)], dtype, device)
+    decode_table(SMOLLM, cases[:7:2], [decode_choices[index] for index in (1, 4)], dtype, device)
+
+    chunks = [
+        Case("2048", [], [(0, 2048)]),
+        Case("8 x 256", [], [(0, 256)] * 8),
+        Case("2048 @ 6000", [], [(6000, 2048)]),
+        Case("20 x ~100", [], [(0, 60 + 4 * row) for row in range(20)]),
+    ]
+    prefill_table(QWEN, chunks, prefill_choices, dtype, device)
+    prefill_table(LLAMA, chunks, prefill_choices[:3], dtype, device)
+
+    mixed = Step(QWEN, Case("mixed", [256] * 256, [(0, 256)] * 7), dtype=dtype, device=device, layers=1)
+    lone = Step(QWEN, decode_case(1, 256), dtype=dtype, device=device, layers=1)
+    for name, step in (("1 row", lone), ("263 rows", mixed)):
+        print(f"work list, {name}: {time_build(step):.2f} us")
+
+
+if __name__ == "__main__":
+    main()

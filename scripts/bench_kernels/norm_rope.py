@@ -1,0 +1,307 @@
+"""Check and time the row-wise kernels, the start of a step and its end, against the floor of the bytes they move.
+
+Each line: the table's configuration with PDL and without, in a graph of launches over input sets that L2 cannot hold
+(where the rows are many), the best of the candidates, the floor at the device's bandwidth. Few rows cannot reach the
+floor: a launch costs 0.75 us whatever it does. `--smoke` runs it without a GPU, at tiny shapes and without meaning.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SMOKE = "--smoke" in sys.argv
+if SMOKE:
+    sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+    from support.triton_interpreter import use_interpreter
+
+    use_interpreter()
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from asyncengine.config import MAX_STOP_IDS  # noqa: E402
+from gpu_runner.device.state import DeviceState  # noqa: E402
+from gpu_runner.kernels import norm_rope, reference  # noqa: E402
+from gpu_runner.kernels.post_update import post_update  # noqa: E402
+from gpu_runner.kernels.step_meta import new_step_meta, step_meta  # noqa: E402
+from gpu_runner.kernels.upload_layout import Upload, pack, upload_words  # noqa: E402
+
+DEVICE = torch.device("cpu" if SMOKE else "cuda")
+DTYPE = torch.float32 if SMOKE else torch.bfloat16
+FLOOR_BYTES_PER_US = 4.5e6
+ROTATED_BYTES = 1 << 12 if SMOKE else 256 << 20
+MOST_SETS = 2 if SMOKE else 32
+LAUNCHES = 2 if SMOKE else 32
+EPS = 1e-6
+PAGE = 16
+ROWS = (1, 3) if SMOKE else (1, 64, 2048)
+
+Config = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    qk_norm: bool
+
+
+MODELS = (
+    (Model("smoke", 40, 72, 3, 1, 16, True),)
+    if SMOKE
+    else (Model("0.6b", 1024, 3072, 16, 8, 128, True), Model("8b", 4096, 14336, 32, 8, 128, False))
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """launch(i, pdl, config) runs on input set i; error() is that of a launch just done against the reference."""
+
+    name: str
+    moved_bytes: int
+    sets: int
+    launch: Callable[[int, bool, Config], object]
+    error: Callable[[], float]
+    candidates: tuple[Config, ...] = ()
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(DTYPE)
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+def sets_for(moved_bytes: int) -> int:
+    return max(2, min(MOST_SETS, -(-ROTATED_BYTES // moved_bytes)))
+
+
+def norm_case(model: Model, rows: int) -> Case:
+    moved = 4 * rows * model.hidden * DTYPE.itemsize
+    sets = sets_for(moved)
+    x = [rand(rows, model.hidden) for _ in range(sets)]
+    residual, weight = [rand(rows, model.hidden) for _ in range(sets)], rand(model.hidden)
+    out = [torch.empty_like(x[0]) for _ in range(sets)]
+
+    def launch(index: int, pdl: bool, config: Config) -> None:
+        norm_rope.fused_add_rms_norm(x[index], residual[index], weight, EPS, out=out[index], pdl=pdl, **config)  # type: ignore[arg-type]
+
+    def error() -> float:
+        total = residual[0].clone()
+        expected = reference.fused_add_rms_norm(x[0], total, weight, EPS)
+        out[0].fill_(torch.nan)
+        launch(0, not SMOKE, {})
+        return max(relative(out[0], expected), relative(residual[0], total))
+
+    return Case(f"add+norm {model.name}", moved, sets, launch, error, tuple({"num_warps": w} for w in (2, 4, 8, 16)))
+
+
+def qk_case(model: Model, rows: int) -> Case:
+    width = (model.heads + 2 * model.kv_heads) * model.head_dim
+    moved = 2 * rows * width * DTYPE.itemsize
+    sets = sets_for(moved)
+    num_pages = -(-rows // PAGE) + 1
+    qkv = [rand(rows, width) for _ in range(sets)]
+    kv_shape = (2, num_pages, model.kv_heads, PAGE, model.head_dim)
+    kv = [torch.zeros(kv_shape, dtype=DTYPE, device=DEVICE) for _ in range(sets)]
+    out = [torch.empty(rows, model.heads, model.head_dim, dtype=DTYPE, device=DEVICE) for _ in range(sets)]
+    positions = torch.arange(rows, dtype=torch.int32, device=DEVICE) * 61
+    kv_index = torch.randperm(rows, device=DEVICE).to(torch.int32) + PAGE
+    inv_freq = (5e5 ** -(torch.arange(0, model.head_dim, 2) / model.head_dim)).to(DEVICE)
+    norms = (rand(model.head_dim), rand(model.head_dim)) if model.qk_norm else (None, None)
+    norm: dict[str, Any] = {"num_heads": model.heads, "q_norm": norms[0], "k_norm": norms[1], "eps": EPS}
+
+    def launch(index: int, pdl: bool, config: Config) -> None:
+        arguments = {**norm, **config, "out": out[index], "pdl": pdl}
+        norm_rope.qk_norm_rope_write(qkv[index], positions, kv_index, inv_freq, kv[index], **arguments)
+
+    def error() -> float:
+        expected_kv = torch.zeros_like(kv[0])
+        cos_sin = reference.rope_cos_sin(positions, inv_freq)
+        expected = reference.qk_norm_rope_write(qkv[0], cos_sin, expected_kv, kv_index.long(), **norm)
+        out[0].fill_(torch.nan)
+        launch(0, not SMOKE, {})
+        return max(relative(out[0], expected), relative(kv[0], expected_kv))
+
+    total = model.heads + 2 * model.kv_heads
+    shapes: list[Config] = []
+    for heads in (4, 8, 16):
+        for programs in {1, -(-total // heads)}:
+            shapes.append({"heads_per_block": heads, "programs_per_token": programs})
+    return Case(f"qk+rope+kv {model.name}", moved, sets, launch, error, tuple(shapes))
+
+
+def silu_case(model: Model, rows: int) -> Case:
+    moved = 3 * rows * model.inner * DTYPE.itemsize
+    sets = sets_for(moved)
+    gate_up = [rand(rows, 2 * model.inner) for _ in range(sets)]
+    out = [torch.empty(rows, model.inner, dtype=DTYPE, device=DEVICE) for _ in range(sets)]
+
+    def launch(index: int, pdl: bool, config: Config) -> None:
+        norm_rope.silu_mul(gate_up[index], out=out[index], pdl=pdl, **config)  # type: ignore[arg-type]
+
+    def error() -> float:
+        out[0].fill_(torch.nan)
+        launch(0, not SMOKE, {})
+        return relative(out[0], reference.silu_mul(gate_up[0]))
+
+    shapes = ((512, 2), (2048, 4), (2048, 8))
+    candidates = tuple({"block": block, "num_warps": warps} for block, warps in shapes)
+    return Case(f"silu*up {model.name}", moved, sets, launch, error, candidates)
+
+
+def embedding_case(model: Model, rows: int) -> Case:
+    moved = 2 * rows * model.hidden * DTYPE.itemsize
+    table = rand(50 if SMOKE else 50_000, model.hidden)
+    token_ids = [torch.randint(len(table), (rows,), dtype=torch.int32, device=DEVICE) for _ in range(MOST_SETS)]
+    out = torch.empty(rows, model.hidden, dtype=DTYPE, device=DEVICE)
+
+    def launch(index: int, pdl: bool, config: Config) -> None:
+        norm_rope.embedding(token_ids[index], table, out=out, pdl=pdl)
+
+    def error() -> float:
+        out.fill_(torch.nan)
+        launch(0, not SMOKE, {})
+        return relative(out, table[token_ids[0].long()])
+
+    return Case(f"embedding {model.name}", moved, MOST_SETS, launch, error)
+
+
+def step_cases(decode_rows: int, chunk: int, bucket: int) -> list[Case]:
+    """A step of decode rows and one prefill chunk: its first kernel and its last."""
+    num_slots, pages_per_seq = (8, 4) if SMOKE else (512, 512)
+    rows = decode_rows + (chunk > 0)
+    state = DeviceState(num_slots=num_slots, pages_per_seq=pages_per_seq, device=DEVICE)
+    state.kv_len.random_(0, pages_per_seq * PAGE - 8)
+    state.page_table.random_(1, 1000)
+    state.limit.fill_(1 << 30)
+    state.stop_ids.fill_(-1)
+    meta = new_step_meta(max_rows=num_slots, max_tokens=bucket, device=DEVICE)
+    slots = np.random.default_rng(0).permutation(num_slots).astype(np.int32)[:rows]
+    starting = slots[decode_rows:]
+    lengths = np.array([1] * decode_rows + [chunk] * (chunk > 0), dtype=np.int32)
+    ones, cells = np.ones(len(starting), dtype=np.float32), np.arange(-(-chunk // PAGE), dtype=np.int32)
+    whole = np.zeros(len(starting), dtype=np.int32)
+    upload = Upload(
+        num_decode_rows=decode_rows,
+        row_slot=slots,
+        row_start=np.zeros(rows, dtype=np.int32),
+        row_len=lengths,
+        prefill_tokens=np.arange(chunk, dtype=np.int32),
+        sample_row=np.arange(rows, dtype=np.int32),
+        sample_token=np.cumsum(lengths, dtype=np.int32) - 1,
+        page_cell=cells + (starting * pages_per_seq if len(starting) else 0),
+        page_id=cells + 1,
+        start_slot=starting,
+        temperature=ones,
+        top_k=whole,
+        top_p=ones,
+        min_p=ones,
+        seed=whole.astype(np.int64),
+        limit=whole + (1 << 30),
+        min_tokens_until=whole,
+        stop_ids=np.full((len(starting), MAX_STOP_IDS), -1, dtype=np.int32),
+    )
+    words = upload_words(num_slots=num_slots, pages_per_seq=pages_per_seq, max_step_tokens=bucket)
+    host = np.zeros(words, dtype=np.int32)
+    used = pack(upload, host)
+    device_upload = torch.from_numpy(host).to(DEVICE)
+    sampled = torch.arange(rows, dtype=torch.int32, device=DEVICE) + 5
+    results = torch.empty(2, num_slots, dtype=torch.int32, device=DEVICE)
+
+    def start(index: int, pdl: bool, config: Config) -> None:
+        step_meta(device_upload, state, meta, num_tokens=bucket, pdl=pdl)
+
+    def end(index: int, pdl: bool, config: Config) -> None:
+        post_update(sampled, state, meta, results, pdl=pdl)
+
+    def start_error() -> float:
+        meta.positions.fill_(-7)
+        start(0, not SMOKE, {})
+        begins = state.kv_len[torch.from_numpy(slots).long().to(DEVICE)].tolist()
+        expected = begins[:decode_rows] + list(range(chunk)) + [0] * (bucket - decode_rows - chunk)
+        return float(sum(a != b for a, b in zip(meta.positions.tolist(), expected, strict=True)))
+
+    def end_error() -> float:
+        results.fill_(-7)
+        end(0, not SMOKE, {})
+        expected = [*range(5, 5 + rows), *[-1] * (num_slots - rows), *[0] * num_slots]
+        return float(sum(a != b for a, b in zip(results.flatten().tolist(), expected, strict=True)))
+
+    name = f"{decode_rows}+{chunk}"
+    return [
+        Case(f"step_meta {name}", 4 * (used + 3 * bucket), 1, start, start_error),
+        Case(f"post_update {name}", 4 * 4 * num_slots, 1, end, end_error),
+    ]
+
+
+def cases() -> list[tuple[int, Case]]:
+    """(rows or tokens, case)."""
+    found = []
+    for model in MODELS:
+        for rows in ROWS:
+            found += [(rows, norm_case(model, rows)), (rows, qk_case(model, rows)), (rows, silu_case(model, rows))]
+        found += [(rows, embedding_case(model, rows)) for rows in (ROWS[0], ROWS[-1])]
+    for decode_rows, chunk, bucket in (
+        ((1, 0, 1), (2, 5, 9)) if SMOKE else ((1, 0, 1), (256, 0, 256), (100, 1900, 2048))
+    ):
+        found += [(bucket, case) for case in step_cases(decode_rows, chunk, bucket)]
+    return found
+
+
+def time_us(case: Case, pdl: bool, config: Config) -> float:
+    """Median time of one launch among many in a graph."""
+    if SMOKE:
+        started = time.perf_counter()
+        case.launch(0, False, config)
+        return (time.perf_counter() - started) * 1e6
+    case.launch(0, pdl, config)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    launches = max(LAUNCHES, case.sets)
+    with torch.cuda.graph(graph):
+        for index in range(launches):
+            case.launch(index % case.sets, pdl, config)
+    times = []
+    for repeat in range(13):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if repeat >= 3:
+            times.append(begin.elapsed_time(end) * 1e3 / launches)
+    return statistics.median(times)
+
+
+def main() -> None:
+    print(f"{'kernel':18} {'rows':>5} {'error':>8} {'us':>7} {'no PDL':>7} {'floor':>6} {'GB/s':>6}  best candidate")
+    failed = False
+    for rows, case in cases():
+        error = case.error()
+        failed |= not error < 5e-3
+        ours, without = time_us(case, True, {}), time_us(case, False, {})
+        best = min(((time_us(case, True, config), str(config)) for config in case.candidates), default=(0.0, ""))
+        floor = case.moved_bytes / FLOOR_BYTES_PER_US
+        print(
+            f"{case.name:18} {rows:5} {error:8.1e} {ours:7.2f} {without:7.2f} {floor:6.2f}"
+            f" {case.moved_bytes / ours / 1e3:6.0f}  " + (f"{best[0]:.2f} {best[1]}" if best[1] else ""),
+            flush=True,
+        )
+    sys.exit(int(failed))
+
+
+if __name__ == "__main__":
+    main()

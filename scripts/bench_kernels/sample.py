@@ -1,0 +1,206 @@
+"""Check and time the sampling kernels against the floor of reading the logits once.
+
+Tokens are compared with the torch reference on the same device: `wrong` counts rows that differ, of those checked. A
+few in a million may, where the leads of two ids are closer than the logarithms' last bit. Then microseconds per call
+in a graph, with PDL, over two sets of logits; `passes` is the time in units of the floor. Logits of few rows stay in
+L2, as in a step, where the head has just written them. The last lines split calls into kernels. `--smoke` runs it
+without a GPU, at tiny shapes and without meaning.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SMOKE = "--smoke" in sys.argv
+if SMOKE:
+    sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+    from support.triton_interpreter import use_interpreter
+
+    use_interpreter()
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from gpu_runner.device.state import DeviceState  # noqa: E402
+from gpu_runner.kernels import reference_sampling  # noqa: E402
+from gpu_runner.kernels.reference_sampling import SamplingRows  # noqa: E402
+from gpu_runner.kernels.sample import FEW_ROWS_TILING, GREEDY_TILING, SAMPLE_TILING, Sampler, Tiling  # noqa: E402
+from gpu_runner.kernels.step_meta import new_step_meta  # noqa: E402
+
+DEVICE = torch.device("cpu" if SMOKE else "cuda")
+VOCAB = 1000 if SMOKE else 151936
+ROWS = (1, 3) if SMOKE else (1, 64, 512)
+LAUNCHES = 2 if SMOKE else 16
+REPLAYS = 2 if SMOKE else 15
+FLOOR_BYTES_PER_US = 4.5e6
+SMOKE_TILING = Tiling(block=256, num_warps=4, stages=1, programs=4)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """flat: logits of an untrained model, where top-p keeps most ids, and not those of a trained one."""
+
+    name: str
+    filtered: bool | None  # None: greedy
+    parameters: dict[str, float]
+    flat: bool = False
+
+
+GREEDY = Kind("greedy", None, {"temperature": 0.0})
+PLAIN = Kind("plain", False, {})
+TOP_K = Kind("top-k 50", True, {"top_k": 50})
+TOP_P = Kind("top-p 0.9", True, {"top_p": 0.9})
+ALL = Kind("k p min-p", True, {"top_k": 200, "top_p": 0.95, "min_p": 0.02, "temperature": 0.7})
+FLAT = Kind("flat p 0.95", True, {"top_p": 0.95}, flat=True)
+NONE = Kind("filtered, off", True, {})
+KINDS = (GREEDY, PLAIN, TOP_K, TOP_P, ALL, FLAT, NONE)
+
+
+class Case:
+    """One kind of sampling, at one number of rows, on two sets of logits."""
+
+    def __init__(self, kind: Kind, rows: int, dtype: torch.dtype, tiling: Tiling | None, *, pdl: bool = True) -> None:
+        self.kind, self.rows = kind, rows
+        self.floor_us = rows * VOCAB * dtype.itemsize / FLOOR_BYTES_PER_US
+        self.logits = [logits_of(kind, rows).to(dtype) for _ in range(2)]
+        self.sampler = Sampler(
+            max_rows=rows, vocab=VOCAB, device=DEVICE, tiling=SMOKE_TILING if SMOKE else tiling, pdl=pdl
+        )
+        self.out = torch.full((rows,), -7, dtype=torch.int32, device=DEVICE)
+        self.state = DeviceState(num_slots=rows, pages_per_seq=1, device=DEVICE)
+        self.state.temperature.fill_(kind.parameters.get("temperature", 1.0))
+        self.state.top_k.fill_(int(kind.parameters.get("top_k", 0)))
+        self.state.top_p.fill_(kind.parameters.get("top_p", 1.0))
+        self.state.min_p.fill_(kind.parameters.get("min_p", 0.0))
+        self.state.seed.copy_(torch.arange(rows) * 977 - 5)
+        self.meta = new_step_meta(max_rows=rows, max_tokens=1, device=DEVICE)
+        self.meta.counts[3] = rows
+        for tensor in (self.meta.sample_row, self.meta.row_slot, self.meta.row_start):
+            tensor.copy_(torch.arange(rows))
+        self.meta.row_len.fill_(1)
+
+    def launch(self, index: int) -> None:
+        logits = self.logits[index % 2]
+        if self.kind.filtered is None:
+            self.sampler.greedy(logits, self.state, self.meta, self.out, bans_stop_ids=True)
+        else:
+            self.sampler.sample(
+                logits, self.state, self.meta, self.out, filtered=self.kind.filtered, bans_stop_ids=True
+            )
+
+    def wrong(self) -> int:
+        rows = SamplingRows(
+            temperature=self.state.temperature,
+            top_k=self.state.top_k,
+            top_p=self.state.top_p,
+            min_p=self.state.min_p,
+            seed=self.state.seed,
+            position=self.meta.row_start + 1,
+        )
+        count = 0
+        for index, logits in enumerate(self.logits):
+            self.out.fill_(-7)
+            self.launch(index)
+            if self.kind.filtered is None:
+                expected = reference_sampling.greedy(logits.float())
+            else:
+                expected = reference_sampling.sample(logits.float(), rows, filtered=self.kind.filtered)
+            count += int((self.out != expected).sum())
+        return count
+
+
+def logits_of(kind: Kind, rows: int) -> Tensor:
+    logits = torch.randn(rows, VOCAB, device=DEVICE)
+    if not kind.flat:
+        logits *= 2.5
+        logits[:, :: VOCAB // 20] += torch.rand(rows, len(range(0, VOCAB, VOCAB // 20)), device=DEVICE) * 15
+    return logits
+
+
+def median_us(launch: Callable[[int], None]) -> float:
+    """Of one launch, in a graph of LAUNCHES."""
+    if SMOKE:
+        start = time.perf_counter()
+        for index in range(LAUNCHES):
+            launch(index)
+        return (time.perf_counter() - start) / LAUNCHES * 1e6
+    launch(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(LAUNCHES):
+            launch(index)
+    graph.replay()
+    times = []
+    for _ in range(REPLAYS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / LAUNCHES)
+    return statistics.median(times)
+
+
+def report(case: Case, note: str) -> None:
+    checked = 2 * case.rows
+    wrong = case.wrong()
+    took = median_us(case.launch)
+    print(
+        f"{case.kind.name:<14}{case.rows:>5}  wrong {wrong:>3} /{checked:>5}  {took:>8.1f} us"
+        f"  floor {case.floor_us:>6.1f}  passes {took / case.floor_us:>6.2f}  {note}",
+        flush=True,
+    )
+
+
+def kernels_of(case: Case) -> None:
+    """Each kernel's mean time, launched one by one."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for index in range(6):
+            case.launch(index)
+        torch.cuda.synchronize()
+    parts: list[Any] = sorted(profiler.key_averages(), key=lambda event: -event.device_time_total)
+    times = ", ".join(f"{event.key.removesuffix('_kernel')} {event.device_time_total / 6:.1f}" for event in parts[:7])
+    print(f"{case.kind.name:<14}{case.rows:>5}  us: {times}", flush=True)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for rows in ROWS:
+        for kind in KINDS:
+            report(Case(kind, rows, torch.float32, None), "")
+    many = ROWS[-1]
+    report(Case(PLAIN, 1, torch.float32, None, pdl=False), "no PDL")
+    for kind in (GREEDY, PLAIN, TOP_K):
+        report(Case(kind, many, torch.bfloat16, None), "bfloat16")
+    if SMOKE:
+        return
+    for kind in (TOP_P, FLAT):
+        kernels_of(Case(kind, 1, torch.float32, None))
+        kernels_of(Case(kind, many, torch.float32, None))
+    candidates = (
+        (GREEDY, 1, Tiling(2048, 4, 1, FEW_ROWS_TILING.programs)),
+        (GREEDY, 1, Tiling(512, 2, 1, FEW_ROWS_TILING.programs)),
+        (GREEDY, many, Tiling(4096, 8, 2, GREEDY_TILING.programs)),
+        (GREEDY, many, Tiling(2048, 4, 3, GREEDY_TILING.programs)),
+        (PLAIN, many, Tiling(2048, 8, 3, SAMPLE_TILING.programs)),
+        (PLAIN, many, Tiling(1024, 4, 5, SAMPLE_TILING.programs)),
+        (PLAIN, many, Tiling(1024, 8, 4, SAMPLE_TILING.programs)),
+        (PLAIN, many, Tiling(1024, 4, 3, 2 * SAMPLE_TILING.programs)),
+        (TOP_P, many, Tiling(2048, 8, 3, SAMPLE_TILING.programs)),
+        (TOP_P, many, Tiling(1024, 4, 3, 2 * SAMPLE_TILING.programs)),
+    )
+    for kind, rows, tiling in candidates:
+        report(Case(kind, rows, torch.float32, tiling), str(tiling).removeprefix("Tiling"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""Times whole engine steps, without HTTP: decode by batch size and prefill, against what memory and arithmetic allow.
+
+    python scripts/bench_step.py [MODEL_FOLDER ...] [--batches 1,8,64,256,512] [--context 256] [--json out.json]
+
+MODEL_FOLDER needs a config.json only (default: the shapes in scripts/data); weights are random. Scheduler and executor
+run in the loop's order, two steps in flight, so a step's time is what a stream would see, host work included.
+
+    ms/step   median time between two collected steps in steady decode
+    floor     bytes that must move (weights once, each row's keys and values) at 4.5 TB/s
+    host us   time per step outside waiting for the device: plan, launch, commit
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncengine.config import EngineConfig
+from asyncengine.sampling import SamplingParams
+from gpu_runner.device.build import build_executor
+from gpu_runner.device.executor import Executor
+from gpu_runner.schedule.plan import StepPlan
+from gpu_runner.schedule.scheduler import Scheduler, num_slots_for
+
+DATA = Path(__file__).parent / "data"
+MEMORY_BYTES_PER_S = 4.5e12
+WARM_STEPS = 20
+
+
+class Engine:
+    """Scheduler and executor of one model; `turn` is one round of the GPU loop."""
+
+    def __init__(self, model: Path, config: EngineConfig) -> None:
+        started = time.perf_counter()
+        phases: dict[str, float] = {}
+
+        def progress(phase: str, done: int, total: int) -> None:
+            phases.setdefault(phase, time.perf_counter() - started)
+
+        self.config = config
+        self.executor: Executor = build_executor(
+            config, str(model), progress, num_slots=num_slots_for(config.max_num_seqs)
+        )
+        print(f"ready after {time.perf_counter() - started:.1f} s; phases began at", end=" ")
+        print(", ".join(f"{name} {at:.1f} s" for name, at in phases.items()), flush=True)
+        self.reset()
+
+    def reset(self) -> None:
+        self.scheduler = Scheduler(
+            num_pages=self.executor.num_pages,
+            max_model_len=self.executor.max_model_len,
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.executor.max_step_tokens,
+            enable_prefix_caching=False,
+        )
+        self.in_flight: deque[StepPlan] = deque()
+        self.host_s = 0.0
+
+    def add(self, rid: int, prompt: np.ndarray, max_tokens: int) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        self.scheduler.add(rid=rid, prompt=prompt, params=params, max_tokens=max_tokens)
+
+    def turn(self) -> StepPlan | None:
+        """Plan and launch a step, then collect the one before; returns the collected step's plan."""
+        begin = time.perf_counter()
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self.executor.launch(plan)
+            self.in_flight.append(plan)
+        self.host_s = time.perf_counter() - begin
+        if not self.in_flight or (plan is not None and len(self.in_flight) < 2):
+            return None
+        collected = self.in_flight.popleft()
+        result = self.executor.collect()
+        begin = time.perf_counter()
+        self.scheduler.commit(collected, result)
+        self.host_s += time.perf_counter() - begin
+        return collected
+
+    def drain(self) -> None:
+        while self.scheduler.has_work or self.in_flight:
+            self.turn()
+
+
+def prompts(count: int, length: int, vocab_size: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, vocab_size, length, dtype=np.int32) for _ in range(count)]
+
+
+def measure_decode(engine: Engine, batch: int, context: int, steps: int) -> dict[str, Any]:
+    engine.reset()
+    for rid, prompt in enumerate(prompts(batch, context, engine.executor.model_config.vocab_size)):
+        engine.add(rid, prompt, steps + 400)
+    times: list[float] = []
+    host: list[float] = []
+    last, seen = time.perf_counter(), 0
+    while len(times) < steps:
+        plan = engine.turn()
+        now = time.perf_counter()
+        if plan is not None and plan.num_decode_rows == batch:
+            seen += 1
+            if seen > WARM_STEPS:
+                times.append(now - last)
+                host.append(engine.host_s)
+        last = now
+    for rid in range(batch):
+        engine.scheduler.abort(rid)
+    engine.drain()
+    executor = engine.executor
+    kv_bytes = batch * (context + steps / 2) * executor.model_config.kv_bytes_per_token(_dtype(executor))
+    floor = (executor.weight_bytes + kv_bytes) / MEMORY_BYTES_PER_S
+    step = float(np.median(times))
+    return {
+        "batch": batch,
+        "ms": 1e3 * step,
+        "p99_ms": 1e3 * float(np.percentile(times, 99)),
+        "floor_ms": 1e3 * floor,
+        "tokens_per_s": batch / step,
+        "host_us": 1e6 * float(np.median(host)),
+    }
+
+
+def _dtype(executor: Executor) -> Any:
+    import torch
+
+    return getattr(torch, executor.info.dtype)
+
+
+def measure_prefill(engine: Engine, count: int, length: int) -> tuple[float, float]:
+    """Seconds until `count` prompts of `length` tokens each have their first token, and until the first one has."""
+    engine.reset()
+    for rid, prompt in enumerate(prompts(count, length, engine.executor.model_config.vocab_size)):
+        engine.add(rid, prompt, 1)
+    begin = time.perf_counter()
+    first = 0.0
+    while engine.scheduler.has_work or engine.in_flight:
+        plan = engine.turn()
+        if plan is not None and not first and plan.row_samples.any():
+            first = time.perf_counter() - begin
+    return time.perf_counter() - begin, first
+
+
+def bench(model: Path, args: argparse.Namespace) -> dict[str, Any]:
+    batches = [int(batch) for batch in args.batches.split(",")]
+    config = EngineConfig(
+        load_format="dummy",
+        device=args.device,
+        max_num_seqs=max(batches),
+        max_model_len=args.max_model_len,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        kv_cache_tokens=args.kv_cache_tokens,
+    )
+    print(f"\n{model.name}", flush=True)
+    engine = Engine(model, config)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    rows = []
+    print(f"{'batch':>6} {'ms/step':>8} {'p99':>8} {'floor':>7} {'x floor':>7} {'tok/s':>8} {'host us':>8}")
+    for batch in batches:
+        row = measure_decode(engine, batch, args.context, args.steps)
+        rows.append(row)
+        print(
+            f"{batch:>6} {row['ms']:>8.3f} {row['p99_ms']:>8.3f} {row['floor_ms']:>7.3f}"
+            f" {row['ms'] / row['floor_ms']:>7.2f} {row['tokens_per_s']:>8.0f} {row['host_us']:>8.0f}",
+            flush=True,
+        )
+    prefill = []
+    for count, length in ((1, 2000), (64, 512), (16, 2048), (4, 8000)):
+        if length >= engine.executor.max_model_len:
+            continue
+        measure_prefill(engine, count, length)
+        total, first = min(measure_prefill(engine, count, length) for _ in range(3))
+        prefill.append(
+            {"count": count, "length": length, "tokens_per_s": count * length / total, "first_ms": 1e3 * first}
+        )
+        print(
+            f"prefill {count:>3} x {length:<5} {count * length / total:>10,.0f} tok/s, first token {1e3 * first:.2f} ms"
+        )
+    engine.executor.close()
+    return {"model": model.name, "decode": rows, "prefill": prefill}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", type=Path, default=[DATA / "qwen3-0.6b", DATA / "llama-3.1-8b"])
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--batches", default="1,8,64,256,512")
+    parser.add_argument("--context", type=int, default=256, help="prompt tokens of a decoding row")
+    parser.add_argument("--steps", type=int, default=100, help="decode steps measured per batch size")
+    parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.add_argument("--max-num-batched-tokens", type=int)
+    parser.add_argument("--kv-cache-tokens", type=int)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    results = [bench(model, args) for model in args.models]
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()

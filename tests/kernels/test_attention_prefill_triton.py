@@ -1,0 +1,154 @@
+"""Prefill attention against softmax in float64, on the GPU or under the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.attention_step import AttentionStep, exact_attention, make_step
+from torch import Tensor
+
+from gpu_runner.kernels.attention_decode import decode_attention
+from gpu_runner.kernels.attention_prefill import PrefillTiling, prefill_attention
+from gpu_runner.kernels.work_list import WorkList, allocate_work_list, build_work_list
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+# The interpreter does not know bf16 products.
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+TOLERANCE = 1e-2 if ON_GPU else 1e-5
+POISON = -7.0
+CHUNKS = [(0, 1), (0, 15), (0, 16), (0, 17), (16, 33), (15, 1), (63, 2), (5, 100)]
+MAX_ROWS = 12
+
+
+def work_for(step: AttentionStep, *, window: int | None = None, tile_rows: int = 128) -> WorkList:
+    heads, head_dim = step.q.shape[1:]
+    work = allocate_work_list(
+        max_rows=MAX_ROWS,
+        max_tokens=max(MAX_ROWS, len(step.q)),
+        num_heads=heads,
+        num_kv_heads=step.kv_layer.shape[2],
+        head_dim=head_dim,
+        window=window,
+        device=torch.device(DEVICE),
+        target_programs=8,
+        tile_rows=tile_rows,
+    )
+    build(step, work)
+    return work
+
+
+def build(step: AttentionStep, work: WorkList) -> None:
+    build_work_list(
+        work,
+        counts=step.counts,
+        row_slot=step.row_slot,
+        row_start=step.row_start,
+        row_len=step.row_len,
+        row_token=step.row_token,
+        page_table=step.page_table,
+        prefill=True,
+    )
+
+
+def prefill(step: AttentionStep, work: WorkList, out: Tensor, tiling: PrefillTiling | None = None) -> None:
+    scale = step.q.shape[-1] ** -0.5
+    prefill_attention(step.q, step.kv_layer, out, work, page_table=step.page_table, scale=scale, tiling=tiling)
+
+
+def check(step: AttentionStep, work: WorkList, tiling: PrefillTiling | None = None) -> None:
+    out = torch.full_like(step.q, POISON)
+    prefill(step, work, out, tiling)
+    got = out.cpu().to(torch.float64)
+    own = slice(step.num_decode_rows, step.num_tokens)
+    exact = exact_attention(step, scale=step.q.shape[-1] ** -0.5, window=work.window)[own]
+    assert float((got[own] - exact).norm()) <= TOLERANCE * float(exact.norm())
+    assert not exact.numel() or float((got[own] - exact).abs().max()) < 5 * TOLERANCE
+    assert bool((got[: own.start] == POISON).all())
+    assert bool((got[own.stop :] == POISON).all())
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(2, 2, 64), (4, 2, 128), (9, 3, 64), (4, 1, 128), (8, 1, 64)]
+)
+def test_chunks_at_page_and_tile_borders_equal_softmax(heads: int, kv_heads: int, head_dim: int) -> None:
+    step = make_step(
+        decode_lens=[], chunks=CHUNKS, heads=heads, kv_heads=kv_heads, head_dim=head_dim, max_rows=MAX_ROWS, padding=3,
+        dtype=DTYPE, device=DEVICE,
+    )  # fmt: skip
+    check(step, work_for(step))
+
+
+@pytest.mark.parametrize(("tile_rows", "block_tokens", "programs"), [(16, 16, 1), (32, 64, 3), (64, 128, 7)])
+def test_tiles_of_any_size_are_dealt_to_any_number_of_programs(
+    tile_rows: int, block_tokens: int, programs: int
+) -> None:
+    step = make_step(
+        decode_lens=[], chunks=[(40, 21), (0, 90), (130, 3)], heads=6, kv_heads=2, head_dim=64, max_rows=MAX_ROWS,
+        dtype=DTYPE, device=DEVICE,
+    )  # fmt: skip
+    tiling = PrefillTiling(block_tokens=block_tokens, num_warps=4, num_stages=2, programs=programs)
+    check(step, work_for(step, tile_rows=tile_rows), tiling)
+
+
+@pytest.mark.parametrize("window", [1, 16, 50, 64])
+def test_a_window_hides_all_earlier_keys(window: int) -> None:
+    chunks = [*CHUNKS, (200, 70)]
+    step = make_step(
+        decode_lens=[], chunks=chunks, heads=4, kv_heads=2, head_dim=64, max_rows=MAX_ROWS, dtype=DTYPE, device=DEVICE
+    )
+    for row, (start, _) in enumerate(chunks):
+        # Pages wholly before the window may belong to others by now.
+        gone = max(0, start + 1 - window) // 16
+        pages = step.page_table[int(step.row_slot[row]), :gone].to(torch.int64)
+        step.kv_layer[:, pages] = torch.nan
+    check(step, work_for(step, window=window))
+
+
+def test_a_step_without_prefill_rows_writes_nothing() -> None:
+    step = make_step(
+        decode_lens=[5, 40], chunks=[], heads=2, kv_heads=1, head_dim=64, max_rows=MAX_ROWS, padding=2, dtype=DTYPE,
+        device=DEVICE,
+    )  # fmt: skip
+    check(step, work_for(step))
+
+
+def test_both_kernels_write_every_token_of_a_mixed_step() -> None:
+    step = make_step(
+        decode_lens=[5, 200, 17], chunks=[(3, 30), (0, 70)], heads=9, kv_heads=3, head_dim=64, max_rows=MAX_ROWS,
+        padding=5, dtype=DTYPE, device=DEVICE,
+    )  # fmt: skip
+    work = work_for(step)
+    check(step, work)
+    out = torch.full_like(step.q, torch.nan)
+    prefill(step, work, out)
+    decode_attention(
+        step.q, step.kv_layer, out, work, counts=step.counts, page_table=step.page_table, scale=step.q.shape[-1] ** -0.5
+    )
+    exact = exact_attention(step, scale=step.q.shape[-1] ** -0.5, window=None)
+    assert float((out[: step.num_tokens].cpu() - exact).abs().max()) < 5 * TOLERANCE
+    assert bool((out[step.num_tokens :] == 0).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunks", [[(0, 2048)], [(6000, 500), (0, 700), (1, 1), (8000, 192)], [(0, 64)] * 12])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 8), (32, 8)])
+def test_long_chunks_are_right_in_a_replayed_graph(chunks: list[tuple[int, int]], heads: int, kv_heads: int) -> None:
+    step = make_step(
+        decode_lens=[], chunks=chunks, heads=heads, kv_heads=kv_heads, head_dim=128, max_rows=MAX_ROWS, dtype=DTYPE,
+        device=DEVICE,
+    )  # fmt: skip
+    work = work_for(step)
+    exact = exact_attention(step, scale=128**-0.5, window=None)
+    out = torch.full_like(step.q, POISON)
+    prefill(step, work, out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        build(step, work)
+        for _ in range(3):
+            prefill(step, work, out)
+    for _ in range(5):
+        out.fill_(POISON)
+        graph.replay()
+        assert float((out.cpu().to(torch.float64) - exact).norm() / exact.norm()) < TOLERANCE

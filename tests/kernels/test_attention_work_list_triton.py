@@ -1,0 +1,146 @@
+"""The list of an attention step's work, on the GPU or under the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpu_runner.kernels.work_list import MAX_SPLITS, SPLIT_STEP, WorkList, allocate_work_list, build_work_list
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PAGES_PER_SEQ = 600
+
+
+def build(
+    decode_lens: list[int],
+    chunks: list[tuple[int, int]],
+    *,
+    max_rows: int,
+    target_programs: int = 16,
+    window: int | None = None,
+    tile_rows: int = 16,
+) -> WorkList:
+    """For 2 KV heads of 2 query heads each: `target_programs` / 2 items, `tile_rows` / 2 tokens a tile."""
+    lengths = [1] * len(decode_lens) + [length for _, length in chunks]
+    num_rows, num_tokens = len(lengths), sum(lengths)
+    work = allocate_work_list(
+        max_rows=max_rows, max_tokens=max(max_rows, num_tokens), num_heads=4, num_kv_heads=2, head_dim=16,
+        window=window, device=DEVICE, target_programs=target_programs, tile_rows=tile_rows,
+    )  # fmt: skip
+    work.items.fill_(-7)
+    work.tiles.fill_(-7)
+    work.lengths.fill_(-7)
+
+    def column(rows: list[int]) -> Tensor:
+        return torch.tensor(rows + [-7] * (max_rows - num_rows), dtype=torch.int32, device=DEVICE)
+
+    build_work_list(
+        work,
+        counts=torch.tensor([len(decode_lens), num_rows, num_tokens, 0], dtype=torch.int32, device=DEVICE),
+        row_slot=column([100 + row for row in range(num_rows)]),
+        row_start=column([length - 1 for length in decode_lens] + [start for start, _ in chunks]),
+        row_len=column(lengths),
+        row_token=column([sum(lengths[:row]) for row in range(num_rows)]),
+        page_table=torch.zeros((1, PAGES_PER_SEQ), dtype=torch.int32, device=DEVICE),
+        prefill=True,
+    )
+    return work
+
+
+def items_of(work: WorkList) -> list[list[int]]:
+    count = int(work.lengths[0])
+    assert bool((work.items[count:] == -7).all())
+    return work.items[:count].tolist()
+
+
+def tiles_of(work: WorkList) -> list[list[int]]:
+    count = int(work.lengths[1])
+    assert bool((work.tiles[count:] == -7).all())
+    return work.tiles[:count].tolist()
+
+
+def test_a_long_row_is_cut_into_equal_ranges_and_short_ones_are_left_whole() -> None:
+    # 1100 keys in 8 items: 138, rounded up to 192; 1000 keys in 6 ranges are 167 each, again 192.
+    items = items_of(build([1000, 90, 10], [], max_rows=3))
+    assert items == [
+        *[[0, 100, 192 * split, min(1000, 192 * (split + 1)), 0, split, 6, 0] for split in range(6)],
+        [1, 101, 0, 90, 6, 0, 1, 0],
+        [2, 102, 0, 10, 6, 0, 1, 0],
+    ]
+
+
+def test_tiles_are_listed_by_falling_number_of_keys() -> None:
+    tiles = tiles_of(build([7, 3], [(0, 17), (100, 9), (20, 3)], max_rows=5))
+    assert tiles == [
+        [103, 27, 108, 1],
+        [103, 19, 100, 8],
+        [104, 28, 20, 3],
+        [102, 18, 16, 1],
+        [102, 10, 8, 8],
+        [102, 2, 0, 8],
+    ]
+
+
+def test_a_window_leaves_the_ranges_that_it_touches() -> None:
+    items = items_of(build([1000, 90, 300], [], max_rows=3, window=100))
+    assert items == [
+        [0, 100, 896, 960, 0, 0, 2, 900],
+        [0, 100, 960, 1000, 0, 1, 2, 900],
+        [1, 101, 0, 64, 2, 0, 2, 0],
+        [1, 101, 64, 90, 2, 1, 2, 0],
+        [2, 102, 192, 256, 4, 0, 2, 200],
+        [2, 102, 256, 300, 4, 1, 2, 200],
+    ]
+
+
+def test_a_row_behind_its_last_page_sees_what_its_pages_hold() -> None:
+    assert items_of(build([16 * PAGES_PER_SEQ + 1], [], max_rows=1, target_programs=128)) == [
+        [0, 100, split * 320, min((split + 1) * 320, 16 * PAGES_PER_SEQ), 0, split, 30, 0] for split in range(30)
+    ]
+
+
+def test_an_empty_step_has_no_work() -> None:
+    work = build([], [], max_rows=4)
+    assert (items_of(work), tiles_of(work)) == ([], [])
+
+
+@pytest.mark.parametrize(("max_rows", "longest"), [(1, 1), (1, 9000), (5, 80), (5, 9000), (40, 200), (300, 1000)])
+def test_ragged_steps_keep_the_stated_bounds_and_cover_every_key_and_query_once(max_rows: int, longest: int) -> None:
+    generator = torch.Generator().manual_seed(max_rows + longest)
+    rows = torch.randint(1, longest + 1, (max_rows, 2), generator=generator).tolist()
+    num_decode_rows = max_rows - max_rows // 3
+    decode_lens = [length for length, _ in rows[:num_decode_rows]]
+    chunks = [(start, min(length, 300)) for start, length in rows[num_decode_rows:]]
+    work = build(decode_lens, chunks, max_rows=max_rows)
+
+    items = items_of(work)
+    assert len(items) <= work.decode_items(num_decode_rows)
+    covered = dict.fromkeys(range(num_decode_rows), 0)
+    partial = 0
+    for row, slot, first, end, first_partial, split, splits, seen_from in items:
+        assert (slot, first, seen_from) == (100 + row, covered[row], 0)
+        assert first < end
+        assert first % SPLIT_STEP == 0
+        assert splits <= MAX_SPLITS
+        covered[row] = end
+        assert first_partial == partial
+        if split == splits - 1:
+            partial += splits if splits > 1 else 0
+    assert list(covered.values()) == decode_lens
+    assert partial <= len(work.partial_out)
+
+    tiles = tiles_of(work)
+    num_tokens = num_decode_rows + sum(length for _, length in chunks)
+    assert len(tiles) <= work.prefill_tiles(num_tokens)
+    keys = [position + count for _, _, position, count in tiles]
+    assert keys == sorted(keys, reverse=True)
+    queries = sorted((slot - 100, token, position, count) for slot, token, position, count in tiles)
+    token = num_decode_rows
+    for row, (start, length) in enumerate(chunks, num_decode_rows):
+        own = [tile for tile in queries if tile[0] == row]
+        assert own == [
+            (row, token + done, start + done, min(work.tile_tokens, length - done))
+            for done in range(0, length, work.tile_tokens)
+        ]
+        token += length

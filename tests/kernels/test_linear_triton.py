@@ -1,0 +1,209 @@
+"""The skinny linear kernels against the reference operations in float64, on the GPU or under the interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpu_runner.kernels import linear, reference
+from gpu_runner.kernels.linear import SplitScratch
+from gpu_runner.kernels.linear_config import DotConfig, FmaConfig, LinearConfig, choose
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+# The interpreter does not know bf16 products.
+DTYPES = [torch.bfloat16, torch.float32] if ON_GPU else [torch.float32]
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
+EPS = 1e-5
+
+# Blocks that divide nothing, a depth below and above the chunks, one chunk only.
+FMA_CONFIGS = [
+    FmaConfig(rows=4, block_k=32, depth=2, num_warps=1),
+    FmaConfig(rows=8, block_k=64, depth=5, num_warps=2),
+    FmaConfig(rows=2, block_k=256, depth=1, num_warps=4),
+]
+DOT_CONFIGS = [
+    DotConfig(rows=16, block_k=32, stages=3, num_warps=2, prefetch_k=128),
+    DotConfig(rows=32, block_k=16, stages=2, num_warps=4, split_k=3, prefetch_k=64),
+    DotConfig(rows=64, block_k=64, stages=2, num_warps=4, split_k=2, weight_first=True),
+]
+CASES: list[tuple[LinearConfig, int]] = [
+    *[(FMA_CONFIGS[0], 1), (FMA_CONFIGS[1], 3), (FMA_CONFIGS[2], 2)],
+    *[(DOT_CONFIGS[0], 8), (DOT_CONFIGS[1], 17), (DOT_CONFIGS[2], 1)],
+]
+N, K = 44, 136  # of gate-up: 22 rows each
+
+
+@dataclass(frozen=True)
+class Inputs:
+    x: Tensor  # [T, K]
+    weight: Tensor  # [N, K]
+    norm: Tensor  # [K]
+    bias: Tensor  # [N]
+    residual: Tensor  # [T, N]
+
+
+def draw(tokens: int, dtype: torch.dtype, *, n: int = N, k: int = K, seed: int = 0) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+    return Inputs(normal(tokens, k), normal(n, k) / k**0.5, normal(k), normal(n), normal(tokens, n))
+
+
+def poisoned(tokens: int, columns: int, dtype: torch.dtype) -> Tensor:
+    return torch.full((tokens, columns), float("nan"), dtype=dtype, device=DEVICE)
+
+
+def poisoned_scratch() -> SplitScratch:
+    scratch = SplitScratch.allocate(max_values=1 << 16, max_tiles=64, device=DEVICE)
+    scratch.partials.fill_(float("nan"))
+    return scratch
+
+
+def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """In float64, rounded to x's type as the unfused path does."""
+    return reference.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype)
+
+
+def assert_close(out: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """Relative error of the whole, and none of an element beyond a few roundings; NaN never passes."""
+    error = out.double() - expected.double()
+    assert float(error.norm() / expected.double().norm()) < TOLERANCE[dtype]
+    assert float(error.abs().max()) < 10 * TOLERANCE[dtype] * float(expected.abs().max())
+
+
+def pytest_ids(case: object) -> str:
+    return str(case).replace("Config", "")
+
+
+parametrize_cases = pytest.mark.parametrize(("config", "tokens"), CASES, ids=pytest_ids)
+parametrize_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@parametrize_dtypes
+@parametrize_cases
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear_equals_reference(config: LinearConfig, tokens: int, with_bias: bool, dtype: torch.dtype) -> None:
+    given = draw(tokens, dtype)
+    bias = given.bias if with_bias else None
+    out = poisoned(tokens, N, dtype)
+    linear.linear(given.x, given.weight, out=out, config=config, bias=bias, scratch=poisoned_scratch(), pdl=ON_GPU)
+    assert_close(out, wide_linear(given.x, given.weight, bias), dtype)
+
+
+@parametrize_dtypes
+@parametrize_cases
+def test_norm_linear_equals_norm_then_linear(config: LinearConfig, tokens: int, dtype: torch.dtype) -> None:
+    given = draw(tokens, dtype, seed=1)
+    out = poisoned(tokens, N, dtype)
+    linear.norm_linear(
+        *(given.x, given.norm, EPS, given.weight),
+        out=out,
+        config=config,
+        bias=given.bias,
+        scratch=poisoned_scratch(),
+        pdl=ON_GPU,
+    )
+    assert_close(out, wide_linear(reference.rms_norm(given.x, given.norm, EPS), given.weight, given.bias), dtype)
+
+
+@parametrize_dtypes
+@parametrize_cases
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_norm_gate_up_equals_norm_linear_and_silu(
+    config: LinearConfig, tokens: int, with_bias: bool, dtype: torch.dtype
+) -> None:
+    given = draw(tokens, dtype, seed=2)
+    bias = given.bias if with_bias else None
+    out = poisoned(tokens, N // 2, dtype)
+    linear.norm_gate_up(
+        *(given.x, given.norm, EPS, given.weight),
+        out=out,
+        config=config,
+        bias=bias,
+        scratch=poisoned_scratch(),
+        pdl=ON_GPU,
+    )
+    x = reference.rms_norm(given.x, given.norm, EPS)
+    assert_close(out, reference.silu_mul(wide_linear(x, given.weight, bias)), dtype)
+
+
+@parametrize_dtypes
+@parametrize_cases
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear_add_adds_to_the_residual_in_place(
+    config: LinearConfig, tokens: int, with_bias: bool, dtype: torch.dtype
+) -> None:
+    given = draw(tokens, dtype, seed=3)
+    bias = given.bias if with_bias else None
+    residual = given.residual.clone()
+    linear.linear_add(given.x, given.weight, residual, config=config, bias=bias, scratch=poisoned_scratch(), pdl=ON_GPU)
+    assert_close(residual, given.residual + wide_linear(given.x, given.weight, bias), dtype)
+
+
+@pytest.mark.parametrize("config", [FMA_CONFIGS[0], DOT_CONFIGS[0]], ids=pytest_ids)
+def test_float32_outputs_are_not_rounded(config: LinearConfig) -> None:
+    dtype = DTYPES[0]
+    given = draw(3, dtype, seed=4)
+    out = poisoned(3, N, torch.float32)
+    linear.linear(given.x, given.weight, out=out, config=config, pdl=ON_GPU)
+    assert_close(out, reference.linear(given.x.double(), given.weight.double(), None), torch.float32)
+
+
+def test_a_split_leaves_its_scratch_as_it_found_it_and_repeats_exactly() -> None:
+    given = draw(8, DTYPES[0], seed=5)
+    scratch = poisoned_scratch()
+    first, second = poisoned(8, N, DTYPES[0]), poisoned(8, N, DTYPES[0])
+    for out in (first, second):
+        linear.linear(given.x, given.weight, out=out, config=DOT_CONFIGS[1], scratch=scratch, pdl=ON_GPU)
+        assert not scratch.arrivals.any()
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("size", [(3 * 8 * N - 1, 64), (3 * 8 * N, 1)])
+def test_a_scratch_too_small_is_refused(size: tuple[int, int]) -> None:
+    given = draw(8, DTYPES[0])
+    scratch = SplitScratch.allocate(max_values=size[0], max_tiles=size[1], device=DEVICE)
+    for refused in (scratch, None):
+        with pytest.raises(ValueError, match=r"3 parts of 8 x 44 need a scratch of 1056 values, 2 tiles"):
+            linear.linear(given.x, given.weight, out=given.residual, config=DOT_CONFIGS[1], scratch=refused, pdl=False)
+
+
+def power_of_two(value: int) -> bool:
+    return value > 0 and value & (value - 1) == 0
+
+
+SHAPES = [
+    *[(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024)],
+    *[(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)],
+    *[(960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576)],
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_choice_is_a_configuration_the_kernels_can_run(shape: tuple[int, int]) -> None:
+    for tokens in (1, 2, 4, 8, 16, 32):
+        config = choose(tokens, *shape)
+        assert config is not None
+        assert power_of_two(config.rows)
+        assert power_of_two(config.block_k)
+        assert config.num_warps in (1, 2, 4, 8)
+        if isinstance(config, DotConfig):
+            assert config.prefetch_k == 0 or power_of_two(config.prefetch_k)
+    assert choose(512, *shape) is None
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 8])
+@pytest.mark.parametrize("shape", [(192, 72), (72, 576)])
+def test_chosen_configurations_equal_reference(shape: tuple[int, int], tokens: int) -> None:
+    config = choose(tokens, *shape)
+    assert config is not None
+    given = draw(tokens, DTYPES[0], n=shape[0], k=shape[1], seed=6)
+    out = poisoned(tokens, shape[0], DTYPES[0])
+    linear.linear(given.x, given.weight, out=out, config=config, scratch=poisoned_scratch(), pdl=ON_GPU)
+    assert_close(out, wide_linear(given.x, given.weight, None), DTYPES[0])
