@@ -95,7 +95,7 @@ def naive_greedy(decoder: Decoder, prompt: Sequence[int], count: int, device: to
             kv_index=torch.arange(length, device=device),
             page_table=torch.arange(pages, dtype=torch.int32, device=device)[None],
         )
-        cache = allocate_kv_cache(CONFIG, pages, torch.float32, device)
+        cache = allocate_kv_cache(decoder.config, pages, torch.float32, device)
         hidden = decoder.forward(torch.tensor(tokens, device=device), meta, cache)
         tokens.append(int(decoder.logits(hidden[-1:]).argmax()))
     return tokens[len(prompt) :]
