@@ -10,11 +10,15 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from support.triton_interpreter import use_interpreter
 
 # Set before any test imports torch or a hub client, and inherited by the processes that tests start.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+if not Path("/dev/nvidiactl").exists():
+    use_interpreter()
 
 settings.register_profile("deterministic", derandomize=True, deadline=None, database=None)
 settings.load_profile("deterministic")
