@@ -25,7 +25,7 @@ from gpu_runner.device.state import DeviceState
 from gpu_runner.device.step import Step
 from gpu_runner.device.stream import Stream
 from gpu_runner.device.target import choose_device, choose_dtype, make_stream
-from gpu_runner.kernels.model_ops import ModelOps
+from gpu_runner.kernels.ops import ModelOps
 from gpu_runner.kernels.upload_layout import upload_words
 from gpu_runner.models.config import ModelConfig
 from gpu_runner.models.decoder import Decoder

@@ -1,30 +1,32 @@
-"""Plain-torch versions of the operations in `ops`, which see for shapes: what the CPU runs and kernels are tested
-against."""
+"""The operations of `ops` in plain torch, obviously right: what the CPU runs and kernels are tested against."""
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
+
+from gpu_runner.kernels.ops import BatchMeta
 
 BLOCK_BYTES = 4 * 1024 * 1024
 """Keys gathered at once for decode rows. Larger blocks leave the cache, and cost fresh memory from the system."""
 
 
 def rope_cos_sin(positions: Tensor, inv_freq: Tensor) -> Tensor:
+    """Rotation of each token, cosines then sines, [T, head_dim] float32. positions: [T]. inv_freq: [head_dim / 2]."""
     angles = positions.to(torch.float32)[:, None] * inv_freq
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm (Zhang and Sennrich, 2019) over the last dimension, computed in float32. x: [T, hidden]."""
     wide = x.to(torch.float32)
     scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
     return (wide * scale).to(x.dtype) * weight
 
 
 def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`residual += x` in place, then the norm of `residual`. x, residual: [T, hidden]."""
     residual += x
     return rms_norm(residual, weight, eps)
 
@@ -40,6 +42,7 @@ def qk_norm_rope_write(
     k_norm: Tensor | None,
     eps: float,
 ) -> Tensor:
+    """See `ModelOps.rotate_and_store`. cos_sin: of `rope_cos_sin`. kv_index: [T], page * page_size + offset."""
     _, _, num_kv_heads, page_size, head_dim = kv_layer.shape
     heads = qkv.view(len(qkv), -1, head_dim)
     q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -60,32 +63,22 @@ def _rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def paged_attention(
-    q: Tensor,
-    kv_layer: Tensor,
-    *,
-    num_decode_rows: int,
-    row_start: NDArray[np.int32],
-    row_len: NDArray[np.int32],
-    row_slot: Tensor,
-    positions: Tensor,
-    page_table: Tensor,
-    scale: float,
-    window: int | None,
-) -> Tensor:
+def paged_attention(q: Tensor, kv_layer: Tensor, meta: BatchMeta, *, scale: float, window: int | None = None) -> Tensor:
+    """See `ModelOps.paged_attention`. Tokens behind the last row's give zeros."""
     out = torch.zeros_like(q)
+    num_decode_rows = meta.num_decode_rows
     position_bytes = kv_layer[0, 0, :, 0].nbytes
     row = 0
     while row < num_decode_rows:
-        longest = int(row_start[row:num_decode_rows].max()) + 1
+        longest = int(meta.row_start[row:num_decode_rows].max()) + 1
         block = slice(row, min(num_decode_rows, row + max(1, BLOCK_BYTES // (longest * position_bytes))))
-        pages = page_table[row_slot[block]]
-        out[block] = _decode_attention(q[block], kv_layer, positions[block], longest, pages, scale, window)
+        pages = meta.page_table[meta.row_slot[block]]
+        out[block] = _decode_attention(q[block], kv_layer, meta.positions[block], longest, pages, scale, window)
         row = block.stop
     token = num_decode_rows
-    for row in range(num_decode_rows, len(row_len)):
-        start, count = int(row_start[row]), int(row_len[row])
-        pages = page_table[row_slot[row]]
+    for row in range(num_decode_rows, len(meta.row_len)):
+        start, count = int(meta.row_start[row]), int(meta.row_len[row])
+        pages = meta.page_table[meta.row_slot[row]]
         out[token : token + count] = _chunk_attention(q[token : token + count], kv_layer, start, pages, scale, window)
         token += count
     return out
@@ -140,9 +133,11 @@ def _gather(kv_layer: Tensor, pages: Tensor, position: Tensor) -> tuple[Tensor, 
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up. gate_up: [T, 2 * intermediate], gate first. Returns [T, intermediate]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias. x: [T, in], weight: [out, in], bias: [out]. Returns [T, out]."""
     return F.linear(x, weight, bias)

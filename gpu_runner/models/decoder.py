@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gpu_runner.kernels.model_ops import ModelOps
+from gpu_runner.kernels.ops import ModelOps
 from gpu_runner.models.config import ModelConfig
 
 

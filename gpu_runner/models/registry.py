@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from asyncengine.errors import StartupError
-from gpu_runner.kernels.model_ops import ModelOps, ReferenceOps
+from gpu_runner.kernels.ops import ModelOps
+from gpu_runner.kernels.reference_ops import ReferenceOps
 from gpu_runner.models.checkpoint import Checkpoint
 from gpu_runner.models.config import ModelConfig
 from gpu_runner.models.decoder import Decoder

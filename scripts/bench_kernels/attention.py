@@ -29,6 +29,7 @@ if not ON_GPU:
 from gpu_runner.kernels import reference  # noqa: E402 - after the interpreter was chosen
 from gpu_runner.kernels.attention_decode import DecodeTiling, decode_attention  # noqa: E402
 from gpu_runner.kernels.attention_prefill import PrefillTiling, prefill_attention  # noqa: E402
+from gpu_runner.kernels.ops import BatchMeta
 from gpu_runner.kernels.work_list import WorkList, allocate_work_list, build_work_list  # noqa: E402
 
 PAGE = 16
@@ -177,14 +178,16 @@ class Step:
         return reference.paged_attention(
             self.q.float(),
             self.kv[0].float(),
-            num_decode_rows=self.num_decode_rows,
-            row_start=self.starts,
-            row_len=self.lengths,
-            row_slot=self.row_slot.long(),
-            positions=position.to(self.q.device),
-            page_table=self.page_table,
+            BatchMeta(
+                num_decode_rows=self.num_decode_rows,
+                row_start=self.starts,
+                row_len=self.lengths,
+                row_slot=self.row_slot.long(),
+                positions=position.to(self.q.device),
+                kv_index=position,  # not read
+                page_table=self.page_table,
+            ),
             scale=self.scale,
-            window=None,
         )
 
 

@@ -18,8 +18,8 @@ from gpu_runner.device.state import DeviceState
 from gpu_runner.device.step import Step
 from gpu_runner.device.stream import Stream
 from gpu_runner.device.target import make_stream
-from gpu_runner.kernels.model_ops import ReferenceOps
 from gpu_runner.kernels.ops import BatchMeta
+from gpu_runner.kernels.reference_ops import ReferenceOps
 from gpu_runner.kernels.upload_layout import upload_words
 from gpu_runner.models.config import ModelConfig, RopeConfig
 from gpu_runner.models.decoder import Decoder, DecoderWeights, LayerWeights

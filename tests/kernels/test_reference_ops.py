@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from gpu_runner.kernels import ops, reference
+from gpu_runner.kernels import reference
 from gpu_runner.kernels.ops import BatchMeta
 
 PAGE = 16
@@ -62,7 +62,7 @@ def test_paged_attention_equals_softmax_over_each_rows_own_tokens(
     positions = [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
     unused = torch.empty(0, dtype=torch.int64)
     meta = BatchMeta(num_decode_rows, starts, counts, slots, torch.cat(positions), unused, page_table)
-    actual = ops.paged_attention(q, kv_layer, meta, scale=0.3, window=window)
+    actual = reference.paged_attention(q, kv_layer, meta, scale=0.3, window=window)
     expected = [
         naive_attention(part, key, value, 0.3, window)
         for part, key, value in zip(q.split(counts.tolist()), keys, values, strict=True)
@@ -77,8 +77,8 @@ def test_padding_tokens_after_the_last_row_are_harmless() -> None:
     one = np.ones(1, dtype=np.int32)
     meta = BatchMeta(1, one, one, torch.tensor([0]), torch.tensor([1]), empty, page_table)
     q = torch.randn(4, 1, HEAD_DIM)
-    padded = ops.paged_attention(q, kv_layer, meta, scale=1.0)
-    assert torch.equal(padded[:1], ops.paged_attention(q[:1], kv_layer, meta, scale=1.0))
+    padded = reference.paged_attention(q, kv_layer, meta, scale=1.0)
+    assert torch.equal(padded[:1], reference.paged_attention(q[:1], kv_layer, meta, scale=1.0))
     assert padded[1:].isfinite().all()
 
 
@@ -93,8 +93,8 @@ def test_rotation_of_queries_and_keys_equals_transformers_and_lands_in_the_pages
 
     kv_layer = torch.full((2, 6, kv_heads, PAGE, HEAD_DIM), torch.nan)
     kv_index = torch.tensor([5 * PAGE + 1, 2 * PAGE, 2 * PAGE + 15, 3 * PAGE + 7, 0])
-    cos_sin = ops.rope_cos_sin(positions, rotary.inv_freq)
-    rotated = ops.qk_norm_rope_write(
+    cos_sin = reference.rope_cos_sin(positions, rotary.inv_freq)
+    rotated = reference.qk_norm_rope_write(
         qkv, cos_sin, kv_layer, kv_index, num_heads=heads, q_norm=None, k_norm=None, eps=1e-6
     )
     torch.testing.assert_close(rotated, expected_q[0].transpose(0, 1))
@@ -109,7 +109,7 @@ def test_query_and_key_heads_are_normed_before_they_are_rotated() -> None:
     q_norm.weight.data.uniform_(0.5, 2.0)
     k_norm.weight.data.uniform_(0.5, 2.0)
     qkv = torch.randn(3, 4 * HEAD_DIM)
-    cos_sin = ops.rope_cos_sin(torch.tensor([1, 2, 3]), torch.rand(HEAD_DIM // 2))
+    cos_sin = reference.rope_cos_sin(torch.tensor([1, 2, 3]), torch.rand(HEAD_DIM // 2))
     kv_index = torch.tensor([16, 17, 18])
     heads = qkv.unflatten(1, (4, HEAD_DIM))
     with torch.no_grad():
@@ -117,7 +117,7 @@ def test_query_and_key_heads_are_normed_before_they_are_rotated() -> None:
     results = []
     for source, q_weight, k_weight in ((qkv, q_norm.weight.data, k_norm.weight.data), (normed, None, None)):
         kv_layer = torch.zeros(2, 2, 1, PAGE, HEAD_DIM)
-        q = ops.qk_norm_rope_write(
+        q = reference.qk_norm_rope_write(
             source, cos_sin, kv_layer, kv_index, num_heads=2, q_norm=q_weight, k_norm=k_weight, eps=1e-5
         )
         results.append((q, kv_layer))
@@ -129,7 +129,7 @@ def test_add_and_norm_changes_the_residual_in_place() -> None:
     x, residual, weight = torch.randn(3, 16), torch.randn(3, 16), torch.rand(16)
     total = (x + residual).double()
     expected = total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
-    actual = ops.fused_add_rms_norm(x, residual, weight, 1e-5)
+    actual = reference.fused_add_rms_norm(x, residual, weight, 1e-5)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(residual.double(), total.float().double())
 
@@ -137,4 +137,4 @@ def test_add_and_norm_changes_the_residual_in_place() -> None:
 def test_silu_mul_gates_the_second_half_by_the_first() -> None:
     gate_up = torch.tensor([[0.0, 2.0, 3.0, -1.0]])
     expected = torch.tensor([[0.0, 2.0 / (1.0 + math.exp(-2.0)) * -1.0]])
-    torch.testing.assert_close(ops.silu_mul(gate_up), expected)
+    torch.testing.assert_close(reference.silu_mul(gate_up), expected)

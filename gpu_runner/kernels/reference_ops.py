@@ -1,0 +1,63 @@
+"""The decoder's operations as the CPU runs them."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpu_runner.kernels import reference
+from gpu_runner.kernels.ops import BatchMeta
+
+
+class ReferenceOps:
+    """`ModelOps` in plain torch, on any device; `meta` is a `BatchMeta`."""
+
+    def __init__(self) -> None:
+        self._rotation: tuple[BatchMeta, Tensor] | None = None
+
+    def embed(self, token_ids: Tensor, embedding: Tensor) -> Tensor:
+        return F.embedding(token_ids, embedding)
+
+    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return reference.linear(reference.rms_norm(x, norm, eps), weight, bias)
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        kv_layer: Tensor,
+        meta: BatchMeta,
+        *,
+        inv_freq: Tensor,
+        num_heads: int,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        if self._rotation is None or self._rotation[0] is not meta:  # the same for all layers of a step
+            self._rotation = meta, reference.rope_cos_sin(meta.positions, inv_freq)
+        return reference.qk_norm_rope_write(
+            qkv, self._rotation[1], kv_layer, meta.kv_index, num_heads=num_heads, q_norm=q_norm, k_norm=k_norm, eps=eps
+        )
+
+    def paged_attention(
+        self, q: Tensor, kv_layer: Tensor, meta: BatchMeta, *, scale: float, window: int | None
+    ) -> Tensor:
+        return reference.paged_attention(
+            q,
+            kv_layer,
+            meta,
+            scale=scale,
+            window=window,
+        )
+
+    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
+        residual += reference.linear(x, weight, bias)
+
+    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return reference.silu_mul(self.norm_linear(x, norm, eps, weight, bias))
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return reference.rms_norm(x, weight, eps)
+
+    def logits(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
+        return reference.linear(hidden, lm_head, None).float()
