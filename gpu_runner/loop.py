@@ -8,7 +8,8 @@ Invariants
     4. Frames leave in step order; a frame is sent before the next step is planned.
     5. When detokenizers are so far behind that frames pile up, no step is launched: tokens are never dropped.
 
-Host budget: plan + commit under 150 us a step at any batch size (`scripts/bench_host.py`).
+Host budget: all of a turn but waiting for the device under 150 us at any batch size, and at batch 512 under 1.5 times
+batch 1 (`scripts/bench_host.py` without a GPU, `scripts/bench_step.py` with one).
 
     host    drain | plan N+1 | launch N+1 | wait N | commit N | send N | drain | plan N+2 | ...
     device  ---- step N ------------------][---- step N+1 -----------------------------][----

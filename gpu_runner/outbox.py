@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncengine.wire.messages import StepFrame
 from asyncengine.wire.pipes import Pipes
-from gpu_runner.schedule.scheduler import StepOutput
+from gpu_runner.schedule.step_output import StepOutput
 
 MAX_BACKLOG = 256
 """Frames that may wait for a slow detokenizer before the loop stops launching steps."""

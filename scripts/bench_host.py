@@ -1,91 +1,205 @@
-"""What one step costs the host, without a model: scheduler plan + commit, in microseconds, by batch size.
+"""What one step costs the host, without a model or a GPU: microseconds by part of the loop and batch size.
 
-    python scripts/bench_host.py [--steps 2000] [--json out.json]
+    python scripts/bench_host.py [--steps 2000] [--batches 1,64,512] [--json out.json]
 
 Every row decodes: the steady state, where the cost should hardly depend on the batch. Pages are taken from the pool as
 rows grow, one page per row and 16 steps. Results are made up (no row ends), two steps in flight as in the real loop.
+
+    drain     look into both of gpu_runner's pipes, and find nothing
+    plan      `Scheduler.plan`
+    pack      `Executor.launch` and `Executor.collect` round a device that does nothing: the path is chosen, the plan
+              packed, the results copied out. What a real device adds (copies, replays, an event) is missing
+    commit    `Scheduler.commit`
+    send      the step's frame, encoded and sent to a local PULL socket
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
+import shutil
 import time
+from collections import deque
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from asyncengine.config import PAGE_SIZE
 from asyncengine.sampling import SamplingParams
-from gpu_runner.schedule.plan import StepPlan, StepResult
-from gpu_runner.schedule.scheduler import Scheduler
+from asyncengine.wire.messages import RunnerInfo, ToDetokenizer
+from asyncengine.wire.pipes import Pipes, make_run_dir
+from gpu_runner.device.buffers import PackedStep, pages_for
+from gpu_runner.device.executor import MAX_IN_FLIGHT, RING_DEPTH, Executor
+from gpu_runner.device.stream import Work
+from gpu_runner.inbox import Inbox
+from gpu_runner.models.config import ModelConfig, RopeConfig
+from gpu_runner.outbox import Outbox
+from gpu_runner.schedule.plan import StepPlan
+from gpu_runner.schedule.scheduler import Scheduler, num_slots_for
 
 BATCHES = (1, 64, 256, 512, 1024)
+PARTS = ("drain", "plan", "pack", "commit", "send")
 PROMPT_TOKENS = 64
 MAX_NUM_BATCHED_TOKENS = 8192
+VOCAB = 50_000
+
+
+class NoDevice:
+    """Step, stream and mark of a device that computes nothing, at once. Its results are all token 0, not finished."""
+
+    def __init__(self) -> None:
+        self._unwritten = RING_DEPTH
+
+    def run(self, step: PackedStep, upload: Tensor, results: Tensor) -> None:
+        if self._unwritten:
+            self._unwritten -= 1
+            results.zero_()
+
+    def submit(self, work: Work) -> None:
+        work()
+
+    def mark(self) -> NoDevice:
+        return self
+
+    def record(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Host:
+    """All that the loop calls, for `batch` rows of up to `length` tokens."""
+
+    def __init__(self, batch: int, length: int, pipes: Pipes) -> None:
+        num_pages = 1 + batch * pages_for(length)
+        self.scheduler = Scheduler(
+            num_pages=num_pages,
+            max_model_len=length,
+            max_num_seqs=batch,
+            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+        )
+        device = NoDevice()
+        self.executor = Executor(
+            step=device,
+            model_config=_no_model(length),
+            stream=device,
+            info=RunnerInfo(
+                device="none",
+                dtype="float32",
+                architecture="none",
+                vocab_size=VOCAB,
+                max_model_len=length,
+                num_pages=num_pages,
+                weight_bytes=0,
+                kv_cache_bytes=0,
+            ),
+            num_slots=num_slots_for(batch),
+            pages_per_seq=pages_for(length),
+            max_step_tokens=MAX_NUM_BATCHED_TOKENS,
+            pinned=False,
+        )
+        self.inbox = Inbox(pipes=pipes, scheduler=self.scheduler, vocab_size=VOCAB)
+        self.frames = pipes.receiver("detokenizer.0", ToDetokenizer)
+        self.outbox = Outbox(pipes=pipes, detokenizers=1)
+
+
+def _no_model(length: int) -> ModelConfig:
+    return ModelConfig(
+        architecture="none",
+        vocab_size=VOCAB,
+        hidden_size=1,
+        intermediate_size=1,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=2,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(base=1e4),
+        layer_windows=(None,),
+        max_position=length,
+        eos_ids=(),
+        checkpoint_dtype=torch.float32,
+        source="bench_host",
+    )
 
 
 def measure(batch: int, steps: int) -> dict[str, float]:
-    """Median and 99th percentile of plan, commit and their sum over `steps` decode steps at `batch` rows."""
+    """Median of each part and of their sum, and the sum's 99th percentile, over `steps` decode steps of `batch`."""
+    run_dir = make_run_dir()
+    pipes = Pipes(run_dir)
+    try:
+        times = 1e6 * np.array(_steady_steps(batch, steps, pipes))
+    finally:
+        pipes.close()
+        shutil.rmtree(run_dir)
+    step = times.sum(axis=1)
+    row = {"batch": batch} | {f"{part}_us": float(np.median(times[:, column])) for column, part in enumerate(PARTS)}
+    return row | {"step_us": float(np.median(step)), "step_us_p99": float(np.percentile(step, 99))}
+
+
+def _steady_steps(batch: int, steps: int, pipes: Pipes) -> list[list[float]]:
+    """Seconds of each of `PARTS`, for each step of which all rows decode."""
     # rows start over several prefill steps, so the first has decoded for a while before the last joins
-    length = PROMPT_TOKENS + steps + 2 * batch * PROMPT_TOKENS // MAX_NUM_BATCHED_TOKENS + 16
-    scheduler = Scheduler(
-        num_pages=1 + batch * -(-length // PAGE_SIZE),
-        max_model_len=length,
-        max_num_seqs=batch,
-        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
-    )
+    length = PROMPT_TOKENS + steps + 2 * batch * PROMPT_TOKENS // MAX_NUM_BATCHED_TOKENS + PAGE_SIZE
+    host = Host(batch, length, pipes)
     rng = np.random.default_rng(0)
-    params = SamplingParams(max_tokens=length - PROMPT_TOKENS, ignore_eos=True)
+    max_tokens = length - PROMPT_TOKENS
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     for rid in range(batch):
-        prompt = rng.integers(0, 50_000, PROMPT_TOKENS, dtype=np.int32)
-        scheduler.add(rid=rid, prompt=prompt, params=params, max_tokens=length - PROMPT_TOKENS)
-    plan_us: list[float] = []
-    commit_us: list[float] = []
-    previous: StepPlan | None = None
+        prompt = rng.integers(0, VOCAB, PROMPT_TOKENS, dtype=np.int32)
+        host.scheduler.add(rid=rid, prompt=prompt, params=params, max_tokens=max_tokens)
+    times: list[list[float]] = []
+    in_flight: deque[StepPlan] = deque()
     gc.collect()
     gc.disable()
-    while len(plan_us) < steps:
-        begin = time.perf_counter()
-        plan = scheduler.plan()
+    clock = time.perf_counter
+    while len(times) < steps:
+        marks = [clock()]
+        host.inbox.drain()
+        host.outbox.flush()
+        marks.append(clock())
+        plan = host.scheduler.plan()
         assert plan is not None
-        planned = time.perf_counter()
-        if previous is not None:
-            tokens = rng.integers(0, 50_000, previous.num_rows, dtype=np.int32)
-            result = StepResult(previous.step, tokens, np.zeros(previous.num_rows, np.uint8))
-            collected = time.perf_counter()
-            scheduler.commit(previous, result)
-            committed = time.perf_counter()
-            if plan is not None and plan.num_decode_rows == batch:
-                plan_us.append((planned - begin) * 1e6)
-                commit_us.append((committed - collected) * 1e6)
-        previous = plan
+        marks.append(clock())
+        host.executor.launch(plan)
+        in_flight.append(plan)
+        if len(in_flight) < MAX_IN_FLIGHT:
+            continue
+        result = host.executor.collect()
+        marks.append(clock())
+        output = host.scheduler.commit(in_flight.popleft(), result)
+        marks.append(clock())
+        host.outbox.send(output)
+        marks.append(clock())
+        if plan.num_decode_rows == batch:
+            times.append([end - begin for begin, end in itertools.pairwise(marks)])
+        for _ in host.frames.drain():
+            pass
     gc.enable()
-    both = np.array(plan_us) + np.array(commit_us)
-    return {
-        "batch": batch,
-        "plan_us": float(np.median(plan_us)),
-        "commit_us": float(np.median(commit_us)),
-        "step_us": float(np.median(both)),
-        "step_us_p99": float(np.percentile(both, 99)),
-    }
+    return times
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000, help="decode steps measured per batch size")
+    parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
     parser.add_argument("--json", type=Path, help="also write the rows here")
     args = parser.parse_args()
-    rows = [measure(batch, args.steps) for batch in BATCHES]
-    print(f"{'batch':>6} {'plan us':>9} {'commit us':>10} {'step us':>9} {'p99 us':>9}")
+    rows: list[dict[str, Any]] = [measure(int(batch), args.steps) for batch in args.batches.split(",")]
+    columns = [*(f"{part}_us" for part in PARTS), "step_us", "step_us_p99"]
+    print(f"{'batch':>6}" + "".join(f"{column:>12}" for column in columns))
     for row in rows:
-        print(
-            f"{row['batch']:>6} {row['plan_us']:>9.1f} {row['commit_us']:>10.1f} {row['step_us']:>9.1f}"
-            f" {row['step_us_p99']:>9.1f}"
-        )
-    by_batch = {row["batch"]: row["step_us"] for row in rows}
-    print(f"1024 rows cost {by_batch[1024] / by_batch[64]:.2f} times 64 rows")
+        print(f"{row['batch']:>6}" + "".join(f"{row[column]:>12.1f}" for column in columns))
+    print(f"{rows[-1]['batch']} rows cost {rows[-1]['step_us'] / rows[0]['step_us']:.2f} times {rows[0]['batch']}")
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2))
 

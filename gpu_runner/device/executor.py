@@ -7,7 +7,6 @@ from functools import partial
 from typing import Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from asyncengine.wire.messages import RunnerInfo
@@ -26,7 +25,8 @@ class StepRunner(Protocol):
     """How a device executes one packed step: `Step` or `GraphStep`."""
 
     def run(self, step: PackedStep, upload: Tensor, results: Tensor) -> None:
-        """Queue it on the stream that is current. upload, results: a ring slot's."""
+        """Queue it on the stream that is current. upload: the used part of a ring slot's buffer, or more of it, as
+        `Prefixes.holding` rounds. results: the ring slot's."""
 
 
 class Executor:
@@ -73,11 +73,7 @@ class Executor:
         words = upload_words(num_slots=num_slots, pages_per_seq=self.pages_per_seq, max_step_tokens=max_step_tokens)
         self._step = step
         self._ring = [
-            RingSlot(
-                upload=torch.empty(words, dtype=torch.int32, pin_memory=pinned),
-                results=torch.empty(2, num_slots, dtype=torch.int32, pin_memory=pinned),
-                mark=stream.mark(),
-            )
+            RingSlot.allocate(upload_words=words, num_slots=num_slots, pinned=pinned, mark=stream.mark())
             for _ in range(RING_DEPTH)
         ]
         self._launched = 0
@@ -96,8 +92,8 @@ class Executor:
         if len(self._in_flight) == MAX_IN_FLIGHT:
             raise RuntimeError(f"{MAX_IN_FLIGHT} steps are in flight; collect one before launching step {plan.step}")
         slot = self._ring[self._launched % RING_DEPTH]
-        packed = pack(plan, self._paths.choose(plan), pages_per_seq=self.pages_per_seq, buffer=slot.upload.numpy())
-        self._stream.submit(partial(self._step.run, packed, slot.upload, slot.results))
+        packed = pack(plan, self._paths.choose(plan), pages_per_seq=self.pages_per_seq, buffer=slot.upload_array)
+        self._stream.submit(partial(self._step.run, packed, slot.upload.holding(packed.words), slot.results))
         slot.mark.record()
         self._launched += 1
         self._in_flight.append((plan, slot))
@@ -109,8 +105,12 @@ class Executor:
         """
         plan, slot = self._in_flight.popleft()
         slot.mark.wait()
-        tokens, finish = slot.results.numpy()[:, : plan.num_rows]
-        return StepResult(step=plan.step, tokens=tokens.copy(), finish=finish.astype(np.uint8))
+        rows = plan.num_rows
+        return StepResult(
+            step=plan.step,
+            tokens=slot.results_array[0, :rows].copy(),
+            finish=slot.results_array[1, :rows].astype(np.uint8),
+        )
 
     def close(self) -> None:
         """Wait for what was launched and stop; uncollected results are lost."""

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gpu_runner.device.buffers import PackedStep
+from gpu_runner.device.buffers import PackedStep, Prefixes
 from gpu_runner.device.sampling_path import SamplingPath
 from gpu_runner.device.state import DeviceState
 from gpu_runner.device.step import DecoderLike
@@ -57,6 +57,7 @@ class GraphStep:
         self._row_buckets = token_buckets(max_rows)
         self._max_rows = max_rows
         self._inputs = torch.zeros(upload_words, dtype=torch.int32, device=device)
+        self._input_prefixes = Prefixes(self._inputs)
         self._meta = new_step_meta(max_rows=max_rows, max_tokens=max_step_tokens, device=device)
         self._work = {
             window: allocate_work_list(
@@ -78,8 +79,8 @@ class GraphStep:
         self._finish_graphs: dict[tuple[Variant, int], torch.cuda.CUDAGraph] = {}
 
     def run(self, step: PackedStep, upload: Tensor, results: Tensor) -> None:
-        """Queue the whole step on the current stream. upload, results: a ring slot's."""
-        self._inputs[: step.words].copy_(upload[: step.words], non_blocking=True)
+        """Queue the whole step on the current stream. upload: the ring slot's `Prefixes.holding(step.words)`."""
+        self._input_prefixes.holding(step.words).copy_(upload, non_blocking=True)
         self._forward_graphs[step.bucket, step.num_decode_rows < step.num_tokens].replay()
         self._finish_graphs[self._finish_key(step)].replay()
         results.copy_(self._results, non_blocking=True)

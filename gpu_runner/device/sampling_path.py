@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpu_runner.kernels.reference_sampling import GREEDY_BELOW
-from gpu_runner.schedule.plan import StartRows, StepPlan
+from gpu_runner.schedule.plan import Bool, Int32, StartRows, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +27,28 @@ class SamplingPaths:
         self._greedy = np.zeros(num_slots, dtype=np.bool_)
         self._filtered = np.zeros(num_slots, dtype=np.bool_)
         self._min_tokens_until = np.zeros(num_slots, dtype=np.int32)
+        # The last answer, for plans of the same rows. `Scheduler` gives those the same arrays, which nobody changes.
+        self._row_slot: Int32 | None = None
+        self._row_samples: Bool | None = None
+        self._path = SamplingPath(greedy=True, filtered=False, bans_stop_ids=False)
 
     def choose(self, plan: StepPlan) -> SamplingPath:
         """Take over the rows that start in `plan`, then choose for those that sample in it."""
-        self._start(plan.start)
+        if len(plan.start):
+            self._start(plan.start)
+        elif plan.row_slot is self._row_slot and plan.row_samples is self._row_samples and not self._path.bans_stop_ids:
+            return self._path  # rows only grow longer, so none falls below its min_tokens again
         sampling = plan.row_samples
         slots = plan.row_slot[sampling]
         token_index = (plan.row_start + plan.row_len)[sampling]
         greedy = self._greedy[slots]
-        return SamplingPath(
+        self._row_slot, self._row_samples = plan.row_slot, plan.row_samples
+        self._path = SamplingPath(
             greedy=bool(greedy.all()),
             filtered=bool((self._filtered[slots] & ~greedy).any()),
             bans_stop_ids=bool((token_index < self._min_tokens_until[slots]).any()),
         )
+        return self._path
 
     def _start(self, start: StartRows) -> None:
         self._greedy[start.slot] = start.temperature < GREEDY_BELOW

@@ -109,7 +109,7 @@ class CudaStream:
         self._guard = _Guard()
 
     def submit(self, work: Work) -> None:
-        with torch.cuda.stream(self._stream):
+        with self._stream:
             self._guard.run(work)
 
     def mark(self) -> Mark:

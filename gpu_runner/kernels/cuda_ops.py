@@ -16,12 +16,12 @@ from torch import Tensor
 from gpu_runner.kernels import linear, norm_rope
 from gpu_runner.kernels.attention_decode import decode_attention
 from gpu_runner.kernels.attention_prefill import prefill_attention
-from gpu_runner.kernels.linear_config import MAX_TOKENS, NUM_PROGRAMS, choose
+from gpu_runner.kernels.linear_config import MAX_DOT_TOKENS, NUM_PROGRAMS, FmaConfig, choose
 from gpu_runner.kernels.step_meta import StepMeta
 from gpu_runner.kernels.work_list import WorkList
 
 MAX_SPLIT_TILES = 2 * NUM_PROGRAMS
-MAX_SPLIT_VALUES = 2 * NUM_PROGRAMS * 64 * MAX_TOKENS
+MAX_SPLIT_VALUES = 2 * NUM_PROGRAMS * 64 * MAX_DOT_TOKENS
 """Products are split over programs only while tiles x parts, of up to 64 rows each, are at most 2 x NUM_PROGRAMS."""
 
 
@@ -48,13 +48,15 @@ class CudaOps:
         return norm_rope.embedding(token_ids, embedding, pdl=self._pdl)
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        config = choose(len(x), *weight.shape, norm=True)
+        config = choose(len(x), *weight.shape)
         if config is None:
-            return self._linear(self.rms_norm(x, norm, eps), weight, bias)
+            return F.linear(self.rms_norm(x, norm, eps), weight, bias)
         out = x.new_empty(len(x), len(weight))
-        linear.norm_linear(
-            x, norm, eps, weight, out=out, config=config, bias=bias, scratch=self._scratch, pdl=self._pdl
-        )
+        if isinstance(config, FmaConfig):
+            linear.norm_linear(x, norm, eps, weight, out=out, config=config, bias=bias, pdl=self._pdl)
+        else:
+            x = self.rms_norm(x, norm, eps)
+            linear.linear(x, weight, out=out, config=config, bias=bias, scratch=self._scratch, pdl=self._pdl)
         return out
 
     def rotate_and_store(
@@ -102,14 +104,15 @@ class CudaOps:
             residual += F.linear(x, weight, bias)
 
     def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        config = choose(len(x), *weight.shape, norm=True)
+        config = choose(len(x), *weight.shape)
         if config is None:
-            gate_up = self._linear(self.rms_norm(x, norm, eps), weight, bias)
-            return norm_rope.silu_mul(gate_up, pdl=self._pdl)
+            return norm_rope.silu_mul(F.linear(self.rms_norm(x, norm, eps), weight, bias), pdl=self._pdl)
         out = x.new_empty(len(x), len(weight) // 2)
-        linear.norm_gate_up(
-            x, norm, eps, weight, out=out, config=config, bias=bias, scratch=self._scratch, pdl=self._pdl
-        )
+        if isinstance(config, FmaConfig):
+            linear.norm_gate_up(x, norm, eps, weight, out=out, config=config, bias=bias, pdl=self._pdl)
+        else:
+            x = self.rms_norm(x, norm, eps)
+            linear.gate_up(x, weight, out=out, config=config, bias=bias, scratch=self._scratch, pdl=self._pdl)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -121,12 +124,4 @@ class CudaOps:
             return torch.mm(hidden, lm_head.t(), out_dtype=torch.float32)
         out = hidden.new_empty(len(hidden), len(lm_head), dtype=torch.float32)
         linear.linear(hidden, lm_head, out=out, config=config, scratch=self._scratch, pdl=self._pdl)
-        return out
-
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        config = choose(len(x), *weight.shape)
-        if config is None:
-            return F.linear(x, weight, bias)
-        out = x.new_empty(len(x), len(weight))
-        linear.linear(x, weight, out=out, config=config, bias=bias, scratch=self._scratch, pdl=self._pdl)
         return out

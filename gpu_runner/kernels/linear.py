@@ -1,4 +1,4 @@
-"""Linear layers of few tokens, with what stands around them in a decoder layer fused in: one launch each.
+"""Linear layers with what stands around them in a decoder layer fused in: one launch each.
 
 x: [T, K], weight: [N, K], bias: [N], all contiguous and of one type; sums are float32. T, N, K, the configuration and
 all addresses are fixed inside a CUDA graph; padding tokens are computed like others. Outputs are rounded where separate
@@ -19,15 +19,12 @@ import torch
 import triton
 from torch import Tensor
 
-from gpu_runner.kernels.linear_config import DotConfig, LinearConfig
+from gpu_runner.kernels.linear_config import DotConfig, FmaConfig, LinearConfig
 from gpu_runner.kernels.linear_dot import linear_dot_kernel
 from gpu_runner.kernels.linear_fma import linear_fma_kernel
 
 MIN_DOT_TOKENS = 16
 """Tokens that a tensor-core product is padded to."""
-NORM_VALUES_PER_THREAD = 128
-"""Values that a tensor-core program's norm asks for at once: each round waits for L2, and registers hold no more."""
-WARP_SIZE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +37,7 @@ class SplitScratch:
 
     @classmethod
     def allocate(cls, *, max_values: int, max_tiles: int, device: torch.device | str) -> SplitScratch:
-        """max_values: the largest split_k * T * N. max_tiles: the largest N / rows. Nothing for splits of 1."""
+        """max_values: the largest split_k * T * N. max_tiles: the most tiles. Nothing for splits of 1."""
         return cls(
             partials=torch.empty(max_values, dtype=torch.float32, device=device),
             arrivals=torch.zeros(max_tiles, dtype=torch.int32, device=device),
@@ -61,13 +58,11 @@ def linear(
 
     Raises ValueError for a split configuration without a scratch that holds it.
     """
-    _launch(x, weight, out, config, bias=bias, scratch=scratch, pdl=pdl)
+    _launch(x, weight, bias, out, config, scratch, pdl=pdl)
 
 
-def norm_linear(
+def gate_up(
     x: Tensor,
-    norm: Tensor,
-    eps: float,
     weight: Tensor,
     *,
     out: Tensor,
@@ -76,30 +71,11 @@ def norm_linear(
     scratch: SplitScratch | None = None,
     pdl: bool = True,
 ) -> None:
-    """out = linear(rms_norm(x)). norm: [K]. out: [T, N]. Each program computes the norm of all T tokens.
+    """out = silu(gate) * up, of linear(x). weight: N / 2 gate rows, then as many up rows. out: [T, N / 2].
 
     Raises ValueError as `linear` does.
     """
-    _launch(x, weight, out, config, norm=norm, eps=eps, bias=bias, scratch=scratch, pdl=pdl)
-
-
-def norm_gate_up(
-    x: Tensor,
-    norm: Tensor,
-    eps: float,
-    weight: Tensor,
-    *,
-    out: Tensor,
-    config: LinearConfig,
-    bias: Tensor | None = None,
-    scratch: SplitScratch | None = None,
-    pdl: bool = True,
-) -> None:
-    """out = silu(gate) * up, of linear(rms_norm(x)). norm: [K]. weight: N / 2 gate rows, then as many up rows.
-
-    out: [T, N / 2]. Raises ValueError as `linear` does.
-    """
-    _launch(x, weight, out, config, norm=norm, eps=eps, bias=bias, scratch=scratch, gate_up=True, pdl=pdl)
+    _launch(x, weight, bias, out, config, scratch, gate_up=True, pdl=pdl)
 
 
 def linear_add(
@@ -113,19 +89,52 @@ def linear_add(
     pdl: bool = True,
 ) -> None:
     """residual += linear(x), in place. residual: [T, N], not x itself. Raises ValueError as `linear` does."""
-    _launch(x, weight, residual, config, bias=bias, scratch=scratch, add=True, pdl=pdl)
+    _launch(x, weight, bias, residual, config, scratch, add=True, pdl=pdl)
+
+
+def norm_linear(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    weight: Tensor,
+    *,
+    out: Tensor,
+    config: FmaConfig,
+    bias: Tensor | None = None,
+    pdl: bool = True,
+) -> None:
+    """out = linear(rms_norm(x)). norm: [K]. out: [T, N].
+
+    Each program computes the norm of all T tokens: with more than a few, a kernel of its own costs less.
+    """
+    _launch(x, weight, bias, out, config, None, norm=norm, eps=eps, pdl=pdl)
+
+
+def norm_gate_up(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    weight: Tensor,
+    *,
+    out: Tensor,
+    config: FmaConfig,
+    bias: Tensor | None = None,
+    pdl: bool = True,
+) -> None:
+    """out = gate_up(rms_norm(x)), as `norm_linear`. norm: [K]. out: [T, N / 2]."""
+    _launch(x, weight, bias, out, config, None, norm=norm, eps=eps, gate_up=True, pdl=pdl)
 
 
 def _launch(
     x: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     out: Tensor,
     config: LinearConfig,
+    scratch: SplitScratch | None,
     *,
     norm: Tensor | None = None,
     eps: float = 0.0,
-    bias: Tensor | None,
-    scratch: SplitScratch | None,
     gate_up: bool = False,
     add: bool = False,
     pdl: bool,
@@ -139,7 +148,7 @@ def _launch(
         "K": k,
         "ROWS": config.rows,
         "BLOCK_K": config.block_k,
-        "HAS_NORM": norm is not None,
+        "DEPTH": config.depth,
         "HAS_BIAS": bias is not None,
         "GATE_UP": gate_up,
         "ADD": add,
@@ -149,14 +158,14 @@ def _launch(
     if pdl:
         options["launch_pdl"] = True
     if not isinstance(config, DotConfig):
-        linear_fma_kernel[(tiles,)](x, weight, norm, bias, out, eps, DEPTH=config.depth, **options)
+        linear_fma_kernel[(tiles,)](x, weight, norm, bias, out, eps, HAS_NORM=norm is not None, **options)
         return
-    padded_tokens = max(MIN_DOT_TOKENS, triton.next_power_of_2(num_tokens))
+    tokens = min(config.tokens, max(MIN_DOT_TOKENS, triton.next_power_of_2(num_tokens)))
+    tiles *= triton.cdiv(num_tokens, tokens)
     partials, arrivals = _scratch_for(config, num_tokens, n, tiles, scratch)
     linear_dot_kernel[(tiles, config.split_k)](
-        *(x, weight, norm, bias, out, partials, arrivals, eps),
-        M=padded_tokens,
-        NORM_K=min(triton.next_power_of_2(k), NORM_VALUES_PER_THREAD * WARP_SIZE * config.num_warps // padded_tokens),
+        *(x, weight, bias, out, partials, arrivals),
+        TOKENS=tokens,
         STAGES=config.stages,
         SPLIT_K=config.split_k,
         PREFETCH_K=config.prefetch_k if pdl else 0,  # there is no wait to prefetch in without

@@ -1,11 +1,15 @@
-"""Linear layer of a few to 64 tokens on tensor cores: weights pipelined through shared memory, K split if need be."""
+"""Linear layer of a few to some hundred tokens on tensor cores, K split if need be."""
+
+# Triton has no unpacking inside tuples, and no annotations for those that grow.
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment, var-annotated"
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from gpu_runner.kernels.linear_parts import bias_of, normed, output_places, outputs_of, weight_rows
+from gpu_runner.kernels.linear_parts import bias_of, output_places, outputs_of, weight_rows
 
 
 @triton.jit
@@ -30,52 +34,74 @@ def _x_tile(x, token, k, T: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
+def _weight_tile(row_start, k, K: tl.constexpr, ONCE: tl.constexpr):
+    """[ROWS, BLOCK_K]; zero past the end of a row. ONCE: no other program reads these weights."""
+    if ONCE:
+        return tl.load(row_start + k[None, :], mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
+    else:
+        return tl.load(row_start + k[None, :], mask=(k < K)[None, :], other=0.0)
+
+
+@triton.jit
+def _add_product(values, w, sums, WEIGHT_FIRST: tl.constexpr):
+    if WEIGHT_FIRST:
+        return tl.dot(w, tl.trans(values), sums, input_precision="ieee")
+    else:
+        return tl.dot(values, tl.trans(w), sums, input_precision="ieee")
+
+
+@triton.jit
 def linear_dot_kernel(
     x,  # [T, K]
     weight,  # [N, K]
-    gain,  # [K] if HAS_NORM
     bias,  # [N] if HAS_BIAS
     out,  # [T, N], of gate-up [T, N / 2]
     partials,  # [SPLIT_K, T, N] float32 if SPLIT_K > 1
     arrivals,  # [tiles] int32 if SPLIT_K > 1: zero, before and after
-    eps,
     T: tl.constexpr,
-    M: tl.constexpr,
+    TOKENS: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    NORM_K: tl.constexpr,
     STAGES: tl.constexpr,
     SPLIT_K: tl.constexpr,
     PREFETCH_K: tl.constexpr,
+    DEPTH: tl.constexpr,
     WEIGHT_FIRST: tl.constexpr,
-    HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GATE_UP: tl.constexpr,
     ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program owns ROWS rows of W and one of SPLIT_K parts of K; M >= T is the tokens' padded number.
+    """A program owns a tile, TOKENS tokens by ROWS rows of W, and one of SPLIT_K parts of K.
 
-    Of a tile's programs the last to arrive adds the parts, in order: the result does not depend on who that is. The
-    norm reads NORM_K values of all tokens at a time. WEIGHT_FIRST makes W the left operand (with 64 rows or more, read
-    from shared memory by warpgroups).
+    Neighbours share their rows, so that memory is asked for them once. Of a tile's programs the last to arrive adds the
+    parts, in order: the result does not depend on who that is. WEIGHT_FIRST makes W the left operand (with 64 rows or
+    more, read by warpgroups).
+
+    DEPTH 0: blocks are pipelined through shared memory, once the kernel before has ended. DEPTH above 0: as many blocks
+    of weights are in registers or on their way, the first before the wait for that kernel.
     """
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     PART_BLOCKS: tl.constexpr = (BLOCKS + SPLIT_K - 1) // SPLIT_K
+    TOKEN_TILES: tl.constexpr = (T + TOKENS - 1) // TOKENS
+    ONCE: tl.constexpr = TOKEN_TILES == 1
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    tile = tl.program_id(0)
+    tile = tl.program_id(0) // TOKEN_TILES
     part = tl.program_id(1)
     row, exists = weight_rows(tile, N, ROWS, GATE_UP)
     row_start = weight + tl.where(exists, row, 0).to(tl.int64)[:, None] * K
     start = part * (PART_BLOCKS * BLOCK_K)
+    lane = tl.arange(0, BLOCK_K)
     if PREFETCH_K > 0:
         _prefetch_to_l2(row_start, start, K, PREFETCH_K)
+    weights = ()
+    for block in tl.static_range(min(DEPTH, PART_BLOCKS)):
+        weights = weights + (_weight_tile(row_start, start + block * BLOCK_K + lane, K, ONCE),)
     row_bias = bias_of(bias, tile, N, ROWS, GATE_UP, HAS_BIAS)
-    token = tl.arange(0, M)
-    lane = tl.arange(0, BLOCK_K)
+    token = (tl.program_id(0) % TOKEN_TILES) * TOKENS + tl.arange(0, TOKENS)
     places, mask = output_places(out, token, tile, T, N, ROWS, GATE_UP)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -84,27 +110,25 @@ def linear_dot_kernel(
     if ADD:
         # Asked for now, so that it is there when the sums are. Its writer is the tile's last program to arrive.
         residual = tl.load(places, mask=mask, other=0.0)
-    if HAS_NORM:
-        square_sum = tl.zeros((M,), dtype=tl.float32)
-        for block in range((K + NORM_K - 1) // NORM_K):
-            values = _x_tile(x, token, block * NORM_K + tl.arange(0, NORM_K), T, K).to(tl.float32)
-            square_sum += tl.sum(values * values, axis=1)
-        scale = tl.rsqrt(square_sum / K + eps)[:, None]
-
     if WEIGHT_FIRST:
-        sums = tl.zeros((ROWS, M), dtype=tl.float32)
+        sums = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
     else:
-        sums = tl.zeros((M, ROWS), dtype=tl.float32)
-    for block in tl.range(0, PART_BLOCKS, num_stages=STAGES):
-        k = start + block * BLOCK_K + lane
-        w = tl.load(row_start + k[None, :], mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
-        values = _x_tile(x, token, k, T, K)
-        if HAS_NORM:
-            values = normed(values, scale, tl.load(gain + k, mask=k < K, other=0.0)[None, :])
-        if WEIGHT_FIRST:
-            sums = tl.dot(w, tl.trans(values), sums, input_precision="ieee")
-        else:
-            sums = tl.dot(values, tl.trans(w), sums, input_precision="ieee")
+        sums = tl.zeros((TOKENS, ROWS), dtype=tl.float32)
+    if DEPTH > 0:
+        tiles = ()
+        for block in tl.static_range(min(DEPTH, PART_BLOCKS)):
+            tiles = tiles + (_x_tile(x, token, start + block * BLOCK_K + lane, T, K),)
+        for block in tl.static_range(PART_BLOCKS):
+            if block + DEPTH < PART_BLOCKS:
+                ahead = start + (block + DEPTH) * BLOCK_K + lane
+                weights = weights + (_weight_tile(row_start, ahead, K, ONCE),)
+                tiles = tiles + (_x_tile(x, token, ahead, T, K),)
+            sums = _add_product(tiles[block], weights[block], sums, WEIGHT_FIRST)
+    else:
+        for block in tl.range(0, PART_BLOCKS, num_stages=STAGES):
+            k = start + block * BLOCK_K + lane
+            w = _weight_tile(row_start, k, K, ONCE)
+            sums = _add_product(_x_tile(x, token, k, T, K), w, sums, WEIGHT_FIRST)
     if WEIGHT_FIRST:
         sums = tl.trans(sums)
 
@@ -115,15 +139,15 @@ def linear_dot_kernel(
         tl.store(partials + part * (T * N) + partial, sums, mask=partial_mask)
         # All threads' partials are written before the one that counts says so.
         tl.debug_barrier()
-        last = tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLIT_K - 1
+        last = tl.atomic_add(arrivals + tl.program_id(0), 1, sem="acq_rel") == SPLIT_K - 1
     if last:
         if SPLIT_K > 1:
-            sums = tl.zeros((M, ROWS), dtype=tl.float32)
+            sums = tl.zeros((TOKENS, ROWS), dtype=tl.float32)
             for other in tl.static_range(SPLIT_K):
                 # From L2: this SM's L1 need not know what other SMs wrote.
                 sums += tl.load(
                     partials + other * (T * N) + partial, mask=partial_mask, other=0.0, cache_modifier=".cg"
                 )
-            tl.store(arrivals + tile, 0)
+            tl.store(arrivals + tl.program_id(0), 0)
         y = outputs_of(sums + row_bias, residual, x.dtype.element_ty, GATE_UP, ADD)
         tl.store(places, y.to(out.dtype.element_ty), mask=mask)

@@ -11,8 +11,8 @@ even word, because 64-bit values lie in some. Plain numbers and numpy: what writ
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+import struct
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +28,7 @@ FIRST_OFFSET_WORD = 8
 ALIGNMENT_WORDS = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Upload:
+class Upload(NamedTuple):
     """What a step uploads, as `gpu_runner.schedule.plan` describes it. R rows, S starting slots, U page-table writes.
 
     row_slot, row_start, row_len: of the plan; `row_start` of a decode row is not read, as the device knows better.
@@ -57,7 +56,9 @@ class Upload:
     stop_ids: Int32  # [S, MAX_STOP_IDS]
 
 
-SECTIONS = tuple(field.name for field in fields(Upload) if field.name != "num_decode_rows")
+SECTIONS = Upload._fields[1:]
+_HEADER = struct.Struct(f"={FIRST_OFFSET_WORD + len(SECTIONS)}i")
+_WORD = np.dtype(np.int32)
 
 
 def count_word(name: str) -> int:
@@ -90,13 +91,14 @@ def pack(upload: Upload, buffer: Int32) -> int:
     ]
     header += [0] * (FIRST_OFFSET_WORD - len(header))
     used = HEADER_WORDS
-    for name in SECTIONS:
-        values: NDArray[Any] = getattr(upload, name)
+    sections: tuple[NDArray[Any], ...] = upload[1:]
+    for values in sections:
         header.append(used)
         if values.size:
-            words = np.ascontiguousarray(values).view(np.int32).reshape(-1)
-            buffer[used : used + len(words)] = words
-            used += len(words)
-            used += -used % ALIGNMENT_WORDS
-    buffer[: len(header)] = header
+            if values.dtype is not _WORD or values.ndim > 1:
+                values = np.ascontiguousarray(values).view(_WORD).reshape(-1)
+            end = used + values.size
+            buffer[used:end] = values
+            used = end + -end % ALIGNMENT_WORDS
+    _HEADER.pack_into(buffer.data, 0, *header)
     return used

@@ -46,6 +46,8 @@ class StepPlan:
     `row_len` input tokens are its share of `prefill_tokens`, rows concatenated. Row i's tokens take the positions
     `row_start[i] .. row_start[i] + row_len[i] - 1`; where `row_samples`, a token is sampled after the last of them and
     becomes token number `row_start + row_len` (from 0) of the sequence. Page-table writes apply before the step.
+
+    The arrays never change; plans one after the other that hold the same decode rows, and nothing else, share some.
     """
 
     step: int

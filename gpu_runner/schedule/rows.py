@@ -77,9 +77,10 @@ class Rows:
         """Give each row one more page; returns (page-table index, page id) of each. The pages must be free."""
         slots = self.slots
         pages = self.pool.allocate(len(rows))
-        indices = slots.num_pages[rows]
-        slots.page_table[rows, indices] = pages
-        slots.num_pages[rows] += 1
+        index = rows.astype(np.intp)
+        indices: Int32 = slots.num_pages[index]
+        slots.page_cells[index * slots.pages_per_seq + indices] = pages
+        slots.num_pages[index] = indices + 1
         return indices, pages
 
     def share(self, slot: int) -> None:

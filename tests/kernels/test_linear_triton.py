@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gpu_runner.kernels import linear, reference
+from gpu_runner.kernels.cuda_ops import MAX_SPLIT_TILES, MAX_SPLIT_VALUES
 from gpu_runner.kernels.linear import SplitScratch
 from gpu_runner.kernels.linear_config import DotConfig, FmaConfig, LinearConfig, choose
 
@@ -29,10 +30,15 @@ DOT_CONFIGS = [
     DotConfig(rows=16, block_k=32, stages=3, num_warps=2, prefetch_k=128),
     DotConfig(rows=32, block_k=16, stages=2, num_warps=4, split_k=3, prefetch_k=64),
     DotConfig(rows=64, block_k=64, stages=2, num_warps=4, split_k=2, weight_first=True),
+    DotConfig(rows=32, block_k=16, depth=3, num_warps=2, split_k=2, tokens=16),
+    DotConfig(rows=64, block_k=128, depth=4, num_warps=8, weight_first=True),
+    DotConfig(rows=16, block_k=64, stages=2, num_warps=4, tokens=32),
 ]
+FMA_CASES: list[tuple[FmaConfig, int]] = [(FMA_CONFIGS[0], 1), (FMA_CONFIGS[1], 3), (FMA_CONFIGS[2], 2)]
 CASES: list[tuple[LinearConfig, int]] = [
-    *[(FMA_CONFIGS[0], 1), (FMA_CONFIGS[1], 3), (FMA_CONFIGS[2], 2)],
+    *FMA_CASES,
     *[(DOT_CONFIGS[0], 8), (DOT_CONFIGS[1], 17), (DOT_CONFIGS[2], 1)],
+    *[(DOT_CONFIGS[3], 40), (DOT_CONFIGS[4], 5), (DOT_CONFIGS[5], 64)],
 ]
 N, K = 44, 136  # of gate-up: 22 rows each
 
@@ -82,6 +88,7 @@ def pytest_ids(case: object) -> str:
 
 
 parametrize_cases = pytest.mark.parametrize(("config", "tokens"), CASES, ids=pytest_ids)
+parametrize_fma_cases = pytest.mark.parametrize(("config", "tokens"), FMA_CASES, ids=pytest_ids)
 parametrize_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
@@ -98,39 +105,32 @@ def test_linear_equals_reference(config: LinearConfig, tokens: int, with_bias: b
 
 @parametrize_dtypes
 @parametrize_cases
-def test_norm_linear_equals_norm_then_linear(config: LinearConfig, tokens: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_gate_up_equals_linear_and_silu(config: LinearConfig, tokens: int, with_bias: bool, dtype: torch.dtype) -> None:
+    given = draw(tokens, dtype, seed=2)
+    bias = given.bias if with_bias else None
+    out = poisoned(tokens, N // 2, dtype)
+    linear.gate_up(given.x, given.weight, out=out, config=config, bias=bias, scratch=poisoned_scratch(), pdl=ON_GPU)
+    assert_close(out, reference.silu_mul(wide_linear(given.x, given.weight, bias)), dtype)
+
+
+@parametrize_dtypes
+@parametrize_fma_cases
+def test_norm_linear_equals_norm_then_linear(config: FmaConfig, tokens: int, dtype: torch.dtype) -> None:
     given = draw(tokens, dtype, seed=1)
     out = poisoned(tokens, N, dtype)
-    linear.norm_linear(
-        *(given.x, given.norm, EPS, given.weight),
-        out=out,
-        config=config,
-        bias=given.bias,
-        scratch=poisoned_scratch(),
-        pdl=ON_GPU,
-    )
+    linear.norm_linear(given.x, given.norm, EPS, given.weight, out=out, config=config, bias=given.bias, pdl=ON_GPU)
     assert_close(out, wide_linear(reference.rms_norm(given.x, given.norm, EPS), given.weight, given.bias), dtype)
 
 
 @parametrize_dtypes
-@parametrize_cases
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_norm_gate_up_equals_norm_linear_and_silu(
-    config: LinearConfig, tokens: int, with_bias: bool, dtype: torch.dtype
-) -> None:
+@parametrize_fma_cases
+def test_norm_gate_up_equals_norm_then_gate_up(config: FmaConfig, tokens: int, dtype: torch.dtype) -> None:
     given = draw(tokens, dtype, seed=2)
-    bias = given.bias if with_bias else None
     out = poisoned(tokens, N // 2, dtype)
-    linear.norm_gate_up(
-        *(given.x, given.norm, EPS, given.weight),
-        out=out,
-        config=config,
-        bias=bias,
-        scratch=poisoned_scratch(),
-        pdl=ON_GPU,
-    )
+    linear.norm_gate_up(given.x, given.norm, EPS, given.weight, out=out, config=config, bias=given.bias, pdl=ON_GPU)
     x = reference.rms_norm(given.x, given.norm, EPS)
-    assert_close(out, reference.silu_mul(wide_linear(x, given.weight, bias)), dtype)
+    assert_close(out, reference.silu_mul(wide_linear(x, given.weight, given.bias)), dtype)
 
 
 @parametrize_dtypes
@@ -195,6 +195,9 @@ def test_choice_is_a_configuration_the_kernels_can_run(shape: tuple[int, int]) -
         assert config.num_warps in (1, 2, 4, 8)
         if isinstance(config, DotConfig):
             assert config.prefetch_k == 0 or power_of_two(config.prefetch_k)
+            if config.split_k > 1:
+                assert config.split_k * tokens * shape[0] <= MAX_SPLIT_VALUES
+                assert -(-shape[0] // config.rows) * -(-tokens // config.tokens) <= MAX_SPLIT_TILES
     assert choose(512, *shape) is None
 
 

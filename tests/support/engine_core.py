@@ -12,7 +12,8 @@ from asyncengine.config import SchedulingPolicy
 from asyncengine.sampling import SamplingParams
 from asyncengine.wire.messages import Finish
 from gpu_runner.schedule.plan import StepPlan
-from gpu_runner.schedule.scheduler import Scheduler, StepOutput
+from gpu_runner.schedule.scheduler import Scheduler
+from gpu_runner.schedule.step_output import StepOutput
 
 
 class EngineCore:

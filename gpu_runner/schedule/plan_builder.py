@@ -1,0 +1,116 @@
+"""A plan under construction: what the scheduler has decided so far, and how that becomes a `StepPlan`."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncengine.config import MAX_STOP_IDS
+from gpu_runner.schedule.buckets import bucket_for
+from gpu_runner.schedule.plan import Int32, StartRows, StepPlan
+from gpu_runner.schedule.running import DecodeRows
+from gpu_runner.schedule.slots import Slots
+
+
+class PlanDraft:
+    """The decisions of one `Scheduler.plan()`. Arrays handed to it belong to the plan from then on."""
+
+    __slots__ = ("decode", "decode_start", "page_id", "page_index", "page_slot", "prefill", "started")
+
+    def __init__(self, decode: DecodeRows, decode_start: Int32) -> None:
+        self.decode = decode
+        self.decode_start = decode_start  # [R], positions of the decode rows' tokens
+        self.started: list[int] = []
+        self.prefill: list[tuple[int, int]] = []  # (slot, chunk length)
+        self.page_slot: list[Int32] = []
+        self.page_index: list[Int32] = []
+        self.page_id: list[Int32] = []
+
+    def __bool__(self) -> bool:
+        return bool(len(self.decode) or self.prefill)
+
+    def prefilled(self, slots: Slots) -> list[int]:
+        """Slots whose chunk reaches the end of what they know, so that they sample."""
+        return [slot for slot, _ in self.prefill if slots.computed[slot] == slots.known[slot]]
+
+    def write_pages(self, slots: Int32, indices: Int32, pages: Int32) -> None:
+        """page_table[slots, indices] = pages"""
+        self.page_slot.append(slots)
+        self.page_index.append(indices)
+        self.page_id.append(pages)
+
+
+class PlanBuilder:
+    """Makes plans of drafts. eos_ids: they end every row that does not ignore them."""
+
+    def __init__(self, slots: Slots, *, buckets: tuple[int, ...], eos_ids: tuple[int, ...]) -> None:
+        self._slots = slots
+        self._buckets = buckets
+        self._eos_ids = eos_ids
+        # Steps without such rows share these: a steady decode step makes no empty arrays.
+        self._no_starts = self._start_rows([])
+        self._nothing = np.empty(0, np.int32)
+
+    def build(self, draft: PlanDraft, step: int) -> StepPlan:
+        """Arrays of the plan are its own, or shared ones that nobody changes. `Slots.computed` already counts it."""
+        slots, decode = self._slots, draft.decode
+        slots.last_step[decode.index] = step
+        row_slot, row_gen, row_start = decode.slot, decode.gen, draft.decode_start
+        row_len, row_samples, prefill_tokens = decode.length, decode.samples, self._nothing
+        if draft.prefill:
+            chunk_slot, chunk_len = np.array(draft.prefill, np.int32).T
+            chunk_end = slots.computed[chunk_slot]
+            chunk_start = chunk_end - chunk_len
+            slots.last_step[chunk_slot] = step
+            row_slot = np.concatenate([row_slot, chunk_slot])
+            row_gen = np.concatenate([row_gen, slots.gen[chunk_slot]])
+            row_start = np.concatenate([row_start, chunk_start])
+            row_len = np.concatenate([row_len, chunk_len])
+            row_samples = np.concatenate([row_samples, chunk_end == slots.known[chunk_slot]])
+            prefill_tokens = np.concatenate(
+                [
+                    slots.tokens[slot, start:end]
+                    for slot, start, end in zip(chunk_slot, chunk_start, chunk_end, strict=True)
+                ]
+            )
+        return StepPlan(
+            step=step,
+            bucket=bucket_for(self._buckets, len(decode) + len(prefill_tokens)),
+            num_decode_rows=len(decode),
+            row_slot=row_slot,
+            row_gen=row_gen,
+            row_start=row_start,
+            row_len=row_len,
+            row_samples=row_samples,
+            prefill_tokens=prefill_tokens,
+            page_slot=self._concatenate(draft.page_slot),
+            page_index=self._concatenate(draft.page_index),
+            page_id=self._concatenate(draft.page_id),
+            start=self._start_rows(draft.started) if draft.started else self._no_starts,
+        )
+
+    def _start_rows(self, started: list[int]) -> StartRows:
+        slots = self._slots
+        slot = np.array(started, np.int32)
+        requests = [request for request in (slots.request[s] for s in started) if request is not None]
+        params = [request.params for request in requests]
+        stop_ids = np.full((len(started), MAX_STOP_IDS), -1, np.int32)
+        for row, p in enumerate(params):
+            ids = dict.fromkeys(p.stop_token_ids + (() if p.ignore_eos else self._eos_ids))
+            stop_ids[row, : len(ids)] = list(ids)
+        return StartRows(
+            slot=slot,
+            temperature=np.array([p.temperature for p in params], np.float32),
+            top_k=np.array([p.top_k for p in params], np.int32),
+            top_p=np.array([p.top_p for p in params], np.float32),
+            min_p=np.array([p.min_p for p in params], np.float32),
+            seed=np.array([request.seed for request in requests], np.int64),
+            limit=slots.limit[slot],
+            min_tokens_until=slots.prompt_len[slot] + np.array([p.min_tokens for p in params], np.int32),
+            stop_ids=stop_ids,
+        )
+
+    def _concatenate(self, parts: list[NDArray[np.int32]]) -> Int32:
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else self._nothing

@@ -1,0 +1,118 @@
+"""The rows that run, by what they do next."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu_runner.schedule.plan import Bool, Int32
+from gpu_runner.schedule.slots import Slots, State
+
+_NO_SLOTS: Int32 = np.empty(0, np.int32)
+
+
+class DecodeRows:
+    """R slots that decode, in order of admission, and what stays the same of them for as long as they do.
+
+    Read-only: when a row joins or leaves, a new one is made. So the plans of a steady state share these arrays, and who
+    works through plans may take the same `slot` array for the same rows.
+    """
+
+    __slots__ = ("gen", "index", "length", "limit", "samples", "slot")
+
+    def __init__(self, slots: Slots, slot: Int32) -> None:
+        self.slot = slot  # [R]
+        self.index: NDArray[np.intp] = slot.astype(
+            np.intp
+        )  # [R], the same: numpy looks int32 indices up three times slower
+        self.gen: Int32 = slots.gen[self.index]  # [R]
+        self.limit: Int32 = slots.limit[self.index]  # [R]
+        self.length: Int32 = np.ones(len(slot), np.int32)  # [R], tokens of each row in a step
+        self.samples: Bool = np.ones(len(slot), np.bool_)  # [R]
+        for array in (self.slot, self.index, self.gen, self.limit, self.length, self.samples):
+            array.flags.writeable = False
+
+    def __len__(self) -> int:
+        return len(self.slot)
+
+
+class Running:
+    """Rows that decode, prefill (slots in order of admission) or drain; `Slots.state` says the same of each slot."""
+
+    def __init__(self, slots: Slots) -> None:
+        self.prefill: list[int] = []
+        self._slots = slots
+        self._decode: Int32 = _NO_SLOTS
+        self._decode_rows: DecodeRows | None = DecodeRows(slots, _NO_SLOTS)  # of `_decode`; None = to be made
+        self._num_draining = 0
+
+    def __len__(self) -> int:
+        return len(self._decode) + len(self.prefill) + self._num_draining
+
+    @property
+    def num_active(self) -> int:
+        """Rows that later steps will hold: all but the draining."""
+        return len(self._decode) + len(self.prefill)
+
+    @property
+    def decode(self) -> DecodeRows:
+        if self._decode_rows is None:
+            self._decode_rows = DecodeRows(self._slots, self._decode)
+        return self._decode_rows
+
+    def leave(self, slot: int) -> None:
+        """Take the row off the list of its state, which is about to change."""
+        state = self._slots.state[slot]
+        if state == State.DECODE:
+            self._set_decode(self._decode[self._decode != slot])
+        elif state == State.PREFILL:
+            self.prefill.remove(slot)
+        elif state == State.DRAINING:
+            self._num_draining -= 1
+
+    def advance(self, decoding: DecodeRows, start: Int32, prefilled: list[int]) -> None:
+        """Account for a planned step: rows drain if the token they sample in it is their last, else decode next.
+
+        decoding: the step's decode rows, start: [R] their positions in it. prefilled: slots of the prefill rows that
+        sample in it.
+        """
+        slots = self._slots
+        last = start + 2 >= decoding.limit
+        if last.any():
+            slots.state[decoding.index[last]] = State.DRAINING
+            self._num_draining += int(np.count_nonzero(last))
+            self._set_decode(self._decode[slots.state[self._decode] == State.DECODE])
+        if prefilled:
+            self._end_prefill(prefilled)
+
+    def _end_prefill(self, prefilled: list[int]) -> None:
+        slots = self._slots
+        index = np.array(prefilled, np.int32)
+        last = slots.computed[index] + 1 >= slots.limit[index]
+        slots.state[index] = np.where(last, State.DRAINING, State.DECODE)
+        self._num_draining += int(np.count_nonzero(last))
+        self.prefill = [slot for slot in self.prefill if slots.state[slot] == State.PREFILL]
+        if not last.all():
+            self._set_decode(np.concatenate([self._decode, index[~last]]))
+
+    def least_deserving(self, *, by_priority: bool) -> int:
+        """The newest active row; by priority, the newest of the least important ones."""
+        rows = np.concatenate([self._decode, np.array(self.prefill, np.int32)])
+        order = [self._slots.admitted[rows]]
+        if by_priority:
+            order.append(self._slots.priority[rows])
+        return int(rows[np.lexsort(order)[-1]])
+
+    def check_integrity(self) -> None:
+        state = self._slots.state
+        decode = self.decode
+        assert sorted(self._decode.tolist()) == np.flatnonzero(state == State.DECODE).tolist()
+        assert sorted(self.prefill) == np.flatnonzero(state == State.PREFILL).tolist()
+        assert self._num_draining == np.count_nonzero(state == State.DRAINING)
+        assert decode.slot is self._decode
+        assert np.array_equal(decode.gen, self._slots.gen[self._decode])
+        assert np.array_equal(decode.limit, self._slots.limit[self._decode])
+
+    def _set_decode(self, slots: Int32) -> None:
+        self._decode = slots
+        self._decode_rows = None  # made when it is asked for: many rows may leave in one step

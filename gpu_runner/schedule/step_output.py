@@ -1,0 +1,38 @@
+"""What a step meant, for those who turn tokens into text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncengine.wire.messages import Finish, Open
+from gpu_runner.schedule.plan import Int32, UInt8
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """News for the detokenizers: rows with a new token or an end. tokens: -1 where a row ends without a new one."""
+
+    step: int
+    slots: Int32
+    gens: Int32
+    tokens: Int32
+    finish: UInt8
+    opens: tuple[Open, ...]
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+def aborted_rows(step: int, rows: list[tuple[int, int]]) -> StepOutput:
+    """The news that `rows`, (slot, generation) each, were aborted; `step` was the last one planned."""
+    pairs = np.array(rows, np.int32)
+    return StepOutput(
+        step,
+        np.ascontiguousarray(pairs[:, 0]),
+        np.ascontiguousarray(pairs[:, 1]),
+        np.full(len(rows), -1, np.int32),
+        np.full(len(rows), Finish.ABORT, np.uint8),
+        (),
+    )

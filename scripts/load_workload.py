@@ -1,0 +1,65 @@
+"""What bench_serving.py sends and when: drawn lengths and arrivals, or a trace file's."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import random
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from load_worker import Job
+
+LENGTHS = Path(__file__).parent / "data" / "sharegpt_lens.json"
+
+
+def make_jobs(count: int, *, lengths: str, rate: float | None, seed: int) -> list[Job]:
+    """lengths: "sharegpt", whose pairs are taken in order and over again, or PROMPT:OUTPUT in tokens. rate: mean
+    arrivals per second of a Poisson process; None: all are due at once."""
+    if lengths == "sharegpt":
+        pairs = json.loads(LENGTHS.read_text())
+    else:
+        pairs = [[int(tokens) for tokens in lengths.split(":")]]
+    rng = random.Random(seed)
+    jobs, at = [], 0.0
+    for index in range(count):
+        at += rng.expovariate(rate) if rate else 0.0
+        prompt, output = pairs[index % len(pairs)]
+        jobs.append(Job(index, at, prompt, output))
+    return jobs
+
+
+def read_trace(path: Path, *, limit: int | None = None, speed: float = 1.0) -> list[Job]:
+    """The first `limit` requests of a trace in the order of their times, the first due at 0.
+
+    Lines are `seconds or date and time, prompt tokens, output tokens` as CSV (a heading is skipped) or as JSON arrays,
+    or JSON objects with `timestamp` in ms, `input_length` and `output_length`; a name ending in .gz is unpacked. speed:
+    times are divided by it. Raises ValueError or KeyError for a line that is none of these.
+    """
+    data = path.read_bytes()
+    lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode().splitlines()
+    if {".json", ".jsonl"} & set(path.suffixes):
+        rows = [_json_row(json.loads(line)) for line in lines if line.strip()]
+    else:
+        rows = [_csv_row(row) for row in csv.reader(lines) if row and row[0][:1].isdigit()]
+    rows = sorted(rows)[:limit]
+    return [Job(index, (at - rows[0][0]) / speed, *lengths) for index, (at, *lengths) in enumerate(rows)]
+
+
+def _json_row(row: Any) -> tuple[float, int, int]:
+    if isinstance(row, dict):
+        return row["timestamp"] / 1000, max(1, row["input_length"]), max(1, row["output_length"])
+    seconds, prompt, output = row
+    return float(seconds), max(1, int(prompt)), max(1, int(output))
+
+
+def _csv_row(row: Sequence[str]) -> tuple[float, int, int]:
+    moment, prompt, output = row
+    try:
+        seconds = float(moment)
+    except ValueError:
+        seconds = datetime.fromisoformat(moment[:26]).timestamp()  # no more than microseconds can be read
+    return seconds, max(1, int(prompt)), max(1, int(output))
