@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import uvloop
 
-
 DETAIL_BYTES = 300
 
 
@@ -56,8 +55,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """How one request went; times in seconds after the start.
 
-    status: "ok", else what went wrong. detail: the beginning of what the server said about that. first_s, last_s: arrival of the first and last event with output, None where
-    there was none. gaps_us: times between the arrivals of output; several events that arrive at once are one arrival.
+    status: "ok", else what went wrong. detail: the beginning of what the server said about that.
+    first_s, last_s: arrival of the first and last event with output, None where there was none.
+    gaps_us: times between the arrivals of output; several events that arrive at once are one arrival.
     prompt_tokens, output_tokens: as the server counts them.
     """
 

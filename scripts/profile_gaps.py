@@ -8,8 +8,8 @@ begins with its upload, the one host-to-device copy.
 
     busy        time in which some kernel ran / all time; copies count as idle
     idle gap    between the last kernel of a step and the first of the next, in which the step's copies run
-    without     ms per step with the profiler off; tracing every kernel slows a graph replay, so gaps under the profiler
-                are an upper bound, and kernel time / this is what the GPU was busy for when nobody looked
+    without     median time of a step with the profiler off. Tracing every kernel slows a graph's replay, so gaps under
+                the profiler are an upper bound; kernel time over this is what the GPU was busy for when nobody looked
     host        what the loop's thread did in a gap: plan, launch, wait (for the device), commit, other
 """
 
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_step import DATA, Engine, prompts
+from bench_step import DATA, Engine, measure_decode, prompts
 from gpu_gaps import Interval, Report, analyse
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -69,21 +69,17 @@ def mark_phases(engine: Engine) -> list[Interval]:
     return phases
 
 
-def profile_decode(engine: Engine, batch: int, context: int, steps: int) -> tuple[Report, float, bool]:
-    """The report, us per step without the profiler, and whether the host's clock could be compared with the GPU's."""
+def profile_decode(engine: Engine, batch: int, context: int, steps: int) -> tuple[Report, bool]:
+    """The report, and whether the host's clock could be compared with the GPU's."""
     engine.reset()
     for rid, prompt in enumerate(prompts(batch, context, engine.executor.model_config.vocab_size)):
-        engine.add(rid, prompt, 3 * steps + 400)
+        engine.add(rid, prompt, steps + 400)
     decoded = 0
     while decoded < WARM_STEPS:
         plan = engine.turn()
         decoded += plan is not None and plan.num_decode_rows == batch
     gc.collect()
     gc.disable()  # as in the loop
-    begin = time.perf_counter()
-    for _ in range(steps):
-        engine.turn()
-    plain_us = 1e6 * (time.perf_counter() - begin) / steps
     phases = mark_phases(engine)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -110,7 +106,7 @@ def profile_decode(engine: Engine, batch: int, context: int, steps: int) -> tupl
         shift = (compared[-1].begin + compared[-1].end - 1e6 * (asked + answered)) / 2
         phases = [Interval(begin + shift, end + shift, name) for begin, end, name in phases]
     report = analyse(kernels, uploads[DISCARDED_STEPS:-DISCARDED_STEPS], phases if compared else [])
-    return report, plain_us, bool(compared)
+    return report, bool(compared)
 
 
 def read_events(profiler: profile) -> tuple[list[Interval], list[float], list[Interval]]:
@@ -153,10 +149,12 @@ def profile_model(model: Path, batches: Sequence[int], args: argparse.Namespace)
     print(f"\n{model.name}, {torch.cuda.get_device_name()}", flush=True)
     config = EngineConfig(load_format="dummy", device="cuda", max_num_seqs=max(batches), max_model_len=8192)
     engine = Engine(model, config)
+    # all of them before the profiler runs for the first time: CUPTI stays in the process and may slow it
+    plain = {batch: 1e3 * measure_decode(engine, batch, args.context, args.steps)["ms"] for batch in batches}
     results = []
     for batch in batches:
-        report, plain_us, compared = profile_decode(engine, batch, args.context, args.steps)
-        print_report(batch, report, plain_us, compared)
+        report, compared = profile_decode(engine, batch, args.context, args.steps)
+        print_report(batch, report, plain[batch], compared)
         results.append(
             {
                 "model": model.name,
@@ -164,7 +162,7 @@ def profile_model(model: Path, batches: Sequence[int], args: argparse.Namespace)
                 "busy_share": report.busy_share,
                 "busy_us": report.busy_us,
                 "step_us": report.step_us,
-                "plain_step_us": plain_us,
+                "plain_step_us": plain[batch],
                 "kernels_per_step": report.kernels_per_step,
                 "idle_us": report.idle,
                 "kernels": report.kernels[:TOP_KERNELS],

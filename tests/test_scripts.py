@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -307,18 +308,19 @@ def test_the_loop_is_profiled_and_goes_on_unmarked(
 ) -> None:
     monkeypatch.setattr(profile_gaps, "profile", MadeUpProfiler)
     monkeypatch.setattr(profile_gaps.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(profile_gaps.torch.cuda, "get_device_name", lambda: "a made-up GPU")
     engine = Engine(tiny_model, EngineConfig(device="cpu", load_format="dummy", max_num_seqs=4, kv_cache_tokens=4096))
-    for batch in (1, 3):
-        report, plain_us, compared = profile_gaps.profile_decode(engine, batch, context=8, steps=10)
-        profile_gaps.print_report(batch, report, plain_us, compared)
-        assert compared
-        assert (report.steps, report.step_us, report.busy_us, report.kernels_per_step) == (9, 100, 90, 2)
-        assert report.idle == {"p50": 10, "p99": 10, "max": 10}
-        assert [name for name, _, _ in report.kernels] == ["forward", "sample"]
-        assert sum(report.longest[0][1].values()) == pytest.approx(10)
+    monkeypatch.setattr(profile_gaps, "Engine", lambda model, config: engine)
+    results = profile_gaps.profile_model(tiny_model, [1, 3], Namespace(context=8, steps=10))
+    for result, batch in zip(results, (1, 3), strict=True):
+        assert (result["batch"], result["step_us"], result["busy_us"], result["busy_share"]) == (batch, 100, 90, 0.9)
+        assert (result["kernels_per_step"], result["idle_us"]) == (2, {"p50": 10, "p99": 10, "max": 10})
+        assert result["kernels"] == [("forward", 56, 1), ("sample", 34, 1)]
+        assert sum(result["longest_gaps_us"][0]["host"].values()) == pytest.approx(10)
     assert not {"launch", "collect"} & set(vars(engine.executor))
-    engine.executor.close()
-    assert "GPU busy 90.0 % under the profiler" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "batch 3: GPU busy 90.0 % under the profiler (90.0 of 100.0 us a step)" in output
+    assert "gap of 10.0 us" in output
 
 
 def test_without_a_gpu_the_profiler_says_so(

@@ -9,6 +9,12 @@ base-2 logarithm of its weight, and the one that arrives last merges them: no se
                        | range 2 ..... partial, arrived 2 |
 
 `arrived` is zero again when the kernel ends, so every layer and step finds it so.
+
+All keys and values of a row but the newest were written in earlier steps. So a program may load its first tile while
+the kernel that writes the newest still runs, and takes that key as one more, beside the tile:
+
+    store newest, q  |------------------|
+    attention          |- list - page table - first tile -| wait | q, newest | products | out |
 """
 
 from __future__ import annotations
@@ -41,17 +47,17 @@ class DecodeTiling:
     num_stages: int
 
 
-def decode_tiling(head_dim: int, programs: int) -> DecodeTiling:
-    """programs: rows x KV heads, padding included.
+def decode_tiling(head_bytes: int, programs: int) -> DecodeTiling:
+    """head_bytes: of a key's head. programs: rows x KV heads, padding included.
 
-    With less than one program a multiprocessor, the time is that of one program, and its first tile may fill the shared
-    memory: whole rows of 256 keys at 128 dimensions, so that what is left behind the wait is two products. With some
-    rounds of programs the loop's tiles of 16 KiB, keys and values together, let several programs share a multiprocessor
-    and hide each other's start.
+    With at most one program a multiprocessor, the time is that of one program, and its first tile may fill the shared
+    memory: whole rows of 256 keys of 128 bf16 dimensions, so that what is left behind the wait is two products. With
+    some rounds of programs the loop's tiles of 16 KiB, keys and values together, let several programs share a
+    multiprocessor and hide each other's start.
     """
-    wide = head_dim > 64
+    wide = head_bytes > 128
     if programs <= MULTIPROCESSORS:
-        first_tokens, block_tokens = min(256, 32768 // head_dim), min(64, 8192 // head_dim)
+        first_tokens, block_tokens = min(256, 65536 // head_bytes), min(64, 16384 // head_bytes)
         return DecodeTiling(first_tokens, block_tokens, num_warps=8 if wide else 4, num_stages=3)
     block_tokens = 32 if wide else 64
     if programs <= SHARING_PROGRAMS * MULTIPROCESSORS:
@@ -86,7 +92,7 @@ def decode_attention(
     """
     num_tokens, num_heads, head_dim = q.shape
     _, _, num_kv_heads, page_size, _ = kv_layer.shape
-    tiling = tiling or decode_tiling(head_dim, num_tokens * num_kv_heads)
+    tiling = tiling or decode_tiling(head_dim * q.itemsize, num_tokens * num_kv_heads)
     options: dict[str, Any] = {"launch_pdl": True} if pdl and q.is_cuda else {}
     group = num_heads // num_kv_heads
     _decode_kernel[(work.decode_items(num_tokens) * num_kv_heads,)](
@@ -114,7 +120,7 @@ def decode_attention(
         STAGES=tiling.num_stages,
         ITEM_WORDS=ITEM_WORDS,
         MAX_SPLITS=MAX_SPLITS,
-        COMPILED=q.is_cuda,
+        HOLD=q.is_cuda and q.itemsize == 2,
         PDL=bool(options),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
@@ -148,7 +154,7 @@ def _decode_kernel(
     STAGES: tl.constexpr,
     ITEM_WORDS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
-    COMPILED: tl.constexpr,
+    HOLD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -187,7 +193,7 @@ def _decode_kernel(
         early_place = kv + early_line[:, None] * HEAD_DIM + lane[None, :]
         early_key = tl.load(early_place, mask=early_seen[:, None], other=0.0)
         early_value = tl.load(early_place + value_offset, mask=early_seen[:, None], other=0.0)
-        if COMPILED:
+        if HOLD:
             early_key = held_until_here(early_key)
     page = tl.load(table + nearest_own(first + FIRST + key, seen_from, end) // PAGE, mask=live, other=0)
     if (not live) & (index > 0) & (first_padding + index >= num_tokens):
@@ -248,15 +254,6 @@ def _decode_kernel(
             if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
                 tl.store(counter, 0)
                 merge_partials(
-                    out,
-                    partial_out,
-                    partial_lse,
-                    row,
-                    first_partial,
-                    splits,
-                    kv_head,
-                    KV_HEADS,
-                    GROUP,
-                    HEAD_DIM,
-                    MAX_SPLITS,
-                )
+                    out, partial_out, partial_lse, row, first_partial, splits, kv_head,
+                    KV_HEADS, GROUP, HEAD_DIM, MAX_SPLITS,
+                )  # fmt: skip

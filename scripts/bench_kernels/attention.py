@@ -14,7 +14,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -304,7 +304,7 @@ def time_build(step: Step) -> float:
     return median_us(lambda _: step.build(work), 20)
 
 
-def best(times: list[float], choices: list[DecodeChoice] | list[PrefillChoice]) -> str:
+def best(times: list[float], choices: Sequence[DecodeChoice | PrefillChoice]) -> str:
     built = [(us, choice.label) for us, choice in zip(times, choices, strict=True) if not math.isnan(us)]
     return min(built, default=(0.0, "none"))[1]
 
