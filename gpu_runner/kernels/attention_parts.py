@@ -1,5 +1,4 @@
-"""What the attention kernels share: which keys a row may read, a step of the online softmax,
-merging of partial results."""
+"""What the attention kernels share: which keys a row may read, merging of partial results, asking pages into L2."""
 
 from __future__ import annotations
 
@@ -17,26 +16,6 @@ def nearest_own(position, seen_from, end):
 
 
 @triton.jit
-def attend(total, weight, largest, query, keys, values, seen, scale_log2):
-    """One tile of the online softmax. query: [rows, D]; keys, values: [tile, D]; seen: [tile]."""
-    score = tl.dot(query, tl.trans(keys)) * scale_log2
-    score = tl.where(seen[None, :], score, float("-inf"))
-    new_largest = tl.maximum(largest, tl.max(score, axis=1))
-    share = tl.exp2(score - new_largest[:, None])
-    shrink = tl.exp2(largest - new_largest)
-    weight = weight * shrink + tl.sum(share, axis=1)
-    total = tl.dot(share.to(values.dtype), values, total * shrink[:, None])
-    return total, weight, new_largest
-
-
-@triton.jit
-def held_until_here(tile):
-    """The tile as it is; but the compiler, which lays a loaded operand of a product out at once and so waits for it,
-    does so behind the loads that stand before this. 16-bit types only."""
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=2)
-
-
-@triton.jit
 def merge_partials(
     out, partial_out, partial_lse, row, first_partial, splits, kv_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, MAX_SPLITS: tl.constexpr,
@@ -51,10 +30,39 @@ def merge_partials(
         head = kv_head * GROUP + member
         partial = (first_partial + place) * heads + head
         lse = tl.load(partial_lse + partial, mask=listed, other=float("-inf"), cache_modifier=".cg")
+        share = tl.exp2(lse - tl.max(lse, axis=0))
         part = tl.load(
             partial_out + partial[:, None] * HEAD_DIM + lane[None, :],
             mask=listed[:, None], other=0.0, cache_modifier=".cg",
         )  # fmt: skip
-        share = tl.exp2(lse - tl.max(lse, axis=0))
         merged = tl.sum(part * share[:, None], axis=0) / tl.sum(share, axis=0)
         tl.store(out + (row * heads + head) * HEAD_DIM + lane, merged.to(out.dtype.element_ty))
+
+
+@triton.jit
+def prefetch_pages(
+    table, first, end, kv, value_offset, kv_head,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Ask the range's first pages into L2, one page of one head a thread: 2 x 4 KiB at 128 dimensions. A hint only, so
+    that the kernel before may still be writing there."""
+    place = tl.arange(0, LANES)
+    position = first // PAGE * PAGE + place * PAGE
+    wanted = (place < PAGES) & (position < end)
+    page = tl.load(table + position // PAGE, mask=wanted, other=0)
+    keys = kv + (page.to(tl.int64) * KV_HEADS + kv_head) * (PAGE * HEAD_DIM)
+    size = tl.full((LANES,), PAGE * HEAD_DIM * (kv.dtype.element_ty.primitive_bitwidth // 8), tl.int32)
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred wanted;
+        setp.ne.s32 wanted, $3, 0;
+        @wanted cp.async.bulk.prefetch.L2.global [$1], $4;
+        @wanted cp.async.bulk.prefetch.L2.global [$2], $4;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,l,r,r",
+        [keys.to(tl.int64), (keys + value_offset).to(tl.int64), wanted.to(tl.int32), size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

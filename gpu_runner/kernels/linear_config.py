@@ -45,7 +45,7 @@ norm of all tokens more than a norm kernel."""
 MAX_FMA_HEAD_TOKENS = 1
 MIN_HEAD_ROWS = 32768
 """Rows from which a weight counts as a head: with many programs for each SM, multiply-adds have no waits to hide in."""
-MAX_DOT_TOKENS = 32
+MAX_DOT_TOKENS = 64
 """Above, cuBLAS is faster: the tokens themselves become traffic, and tiles are wide enough for its kernels."""
 
 FMA_CUTS: tuple[tuple[int, int, FmaConfig], ...] = (
@@ -59,12 +59,26 @@ FMA_CUTS: tuple[tuple[int, int, FmaConfig], ...] = (
     (4096, ANY, FmaConfig(rows=4, block_k=1024, depth=4, num_warps=4)),
     (ANY, ANY, FmaConfig(rows=4, block_k=2048, depth=4, num_warps=8)),
 )
-DOT_CUTS: tuple[tuple[int, int, DotConfig], ...] = (
-    # k at most, n at most; block_k, split_k and prefetch_k are fitted to the shape. Small layers have too few rows for
-    # warpgroups.
-    (1023, 1024, DotConfig(rows=16, block_k=64, stages=4, num_warps=2, prefetch_k=512)),
-    (1023, ANY, DotConfig(rows=32, block_k=64, stages=4, num_warps=4, prefetch_k=512)),
-    (ANY, ANY, DotConfig(rows=64, block_k=128, stages=4, num_warps=4, prefetch_k=512, weight_first=True)),
+_PIPELINED = DotConfig(rows=64, block_k=128, stages=4, num_warps=4, prefetch_k=512, weight_first=True)
+_HELD = DotConfig(rows=64, block_k=512, depth=1, num_warps=8, weight_first=True)
+_NARROW = DotConfig(rows=32, block_k=128, stages=4, num_warps=4, prefetch_k=512)
+_WIDE = DotConfig(rows=128, block_k=64, stages=5, num_warps=8, prefetch_k=256, weight_first=True)
+DOT_CUTS: tuple[tuple[int, int, int, DotConfig | None], ...] = (
+    # Tokens at most, k at most, n at most, None for cuBLAS; block_k, split_k and prefetch_k are fitted to the shape.
+    # Small layers have too few rows for warpgroups.
+    (32, 1023, 1024, DotConfig(rows=16, block_k=64, stages=4, num_warps=2, prefetch_k=512)),
+    (32, 1023, ANY, DotConfig(rows=32, block_k=64, stages=4, num_warps=4, prefetch_k=512)),
+    (MAX_DOT_TOKENS, 1023, ANY, None),
+    (16, 3072, 2048, _HELD),
+    (32, 3072, 2048, replace(_HELD, rows=32, num_warps=4, weight_first=False)),
+    (MAX_DOT_TOKENS, 3072, 2048, _PIPELINED),
+    (32, 1024, 4096, _PIPELINED),
+    (32, 1024, MIN_HEAD_ROWS - 1, None),
+    (MAX_DOT_TOKENS, 1024, 4096, None),
+    (MAX_DOT_TOKENS, 1024, MIN_HEAD_ROWS - 1, _NARROW),
+    (32, ANY, ANY, _PIPELINED),
+    (MAX_DOT_TOKENS, ANY, 8192, _NARROW),
+    (MAX_DOT_TOKENS, ANY, ANY, _WIDE),
 )
 
 
@@ -78,8 +92,8 @@ def choose(num_tokens: int, n: int, k: int) -> LinearConfig | None:
         return replace(fma, block_k=min(fma.block_k, _power_of_two(k)))
     if num_tokens > MAX_DOT_TOKENS:
         return None
-    dot = next(cut for max_k, max_n, cut in DOT_CUTS if k <= max_k and n <= max_n)
-    return fitted(dot, n, k)
+    dot = next(cut for tokens, max_k, max_n, cut in DOT_CUTS if num_tokens <= tokens and k <= max_k and n <= max_n)
+    return dot and fitted(dot, n, k)
 
 
 def fitted(config: DotConfig, n: int, k: int, *, token_tiles: int = 1) -> DotConfig:

@@ -6,12 +6,10 @@ prefill rows.
 
 Decode: the step's T_d decode rows see L keys in total. They are cut into ranges of about
     size = max(SPLIT_STEP, L / target, longest / MAX_SPLITS), rounded up to SPLIT_STEP,
-so that short steps fill the machine, ragged ones are balanced, and a step with rows enough is not cut at all. The time
-of a step of few rows, T_d <= wave, is latency: it is cut into about `wave` ranges, one a multiprocessor, or not at all
-if no row has more than `whole_keys`. A row of v keys gets at most ceil(v / size) ranges. Hence
-    items   <= sum((v - 1) / size + 1) < target + T_d, and <= T_d * MAX_SPLITS,
-    partial <= 2 * target: only rows with v > size are cut, and their ceil(v / size) <= 2 * v / size,
-and if T_d <= wave, the same with wave for target.
+so that short steps fill the machine, ragged ones are balanced, and a step with rows enough is not cut at all. A row of
+v keys gets at most ceil(v / size) ranges. Hence
+    items   <= sum(v / size + 1) <= target + T_d, and <= T_d * MAX_SPLITS,
+    partial <= 2 * target: only rows with v > size are cut, and their ceil(v / size) <= 2 * v / size.
 
 Prefill: a row's tokens are cut into tiles of `tile_tokens`. R_p rows with N tokens have at most R_p + (N - R_p) /
 tile_tokens tiles, as each row has a token. Tiles are listed by falling number of keys. Sorting takes time that is
@@ -34,10 +32,6 @@ from gpu_runner.kernels.work_list_kernel import build_kernel
 
 TARGET_PROGRAMS = 132 * 8
 """Programs (ranges x KV heads) that a decode step is cut into if it has fewer rows: about two rounds of an H200."""
-WAVE_PROGRAMS = 132
-"""The same for a step of few rows: one for each multiprocessor."""
-WHOLE_KEYS = 256
-"""Few rows of so many keys are not cut: one tile of a program, against partial results and a wait for the last."""
 SPLIT_STEP = 64
 """Tokens; ranges of keys are multiples of it. Shorter ones cost more in partial results than they save."""
 MAX_SPLITS = 32
@@ -65,8 +59,6 @@ class WorkList:
     max_tokens: int
     num_kv_heads: int
     target_items: int
-    wave_items: int  # at most target_items
-    whole_keys: int
     tile_tokens: int
     window: int | None
     items: Tensor  # [decode_items(max_rows), ITEM_WORDS] int32
@@ -80,8 +72,7 @@ class WorkList:
     def decode_items(self, num_tokens: int) -> int:
         """The most items that a step of `num_tokens` tokens, padding included, can have."""
         rows = min(num_tokens, self.max_rows)
-        target = self.wave_items if rows <= self.wave_items else self.target_items
-        return min(rows + target - 1, rows * MAX_SPLITS)
+        return min(rows + self.target_items, rows * MAX_SPLITS)
 
     def prefill_tiles(self, num_tokens: int) -> int:
         """The most tiles that a step of `num_tokens` tokens can have."""
@@ -99,8 +90,6 @@ def allocate_work_list(
     window: int | None,
     device: torch.device,
     target_programs: int = TARGET_PROGRAMS,
-    wave_programs: int = WAVE_PROGRAMS,
-    whole_keys: int = WHOLE_KEYS,
     tile_rows: int = PREFILL_TILE_ROWS,
 ) -> WorkList:
     """max_rows: rows of any step, below 2**16. max_tokens: of any step, at least max_rows, below 2**24.
@@ -120,8 +109,6 @@ def allocate_work_list(
         max_tokens=max_tokens,
         num_kv_heads=num_kv_heads,
         target_items=target,
-        wave_items=min(max(1, wave_programs // num_kv_heads), target),
-        whole_keys=whole_keys,
         tile_tokens=tile_tokens,
         window=window,
         items=zeros(min(max_rows + target, max_rows * MAX_SPLITS), ITEM_WORDS),
@@ -167,10 +154,8 @@ def build_work_list(
         work.sort_keys,
         work.lengths,
         page_table.shape[1] * PAGE_SIZE,
-        work.target_items,
-        work.wave_items,
-        work.whole_keys,
         WINDOW=work.window or 0,
+        TARGET=work.target_items,
         STEP=SPLIT_STEP,
         MAX_SPLITS=MAX_SPLITS,
         TILE=work.tile_tokens,

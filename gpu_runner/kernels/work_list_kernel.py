@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["kv_capacity", "target", "wave", "whole_keys"])
+@triton.jit
 def build_kernel(
     counts,
     row_slot,
@@ -18,10 +18,8 @@ def build_kernel(
     sort_keys,
     lengths,
     kv_capacity,
-    target,
-    wave,
-    whole_keys,
     WINDOW: tl.constexpr,
+    TARGET: tl.constexpr,
     STEP: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     TILE: tl.constexpr,
@@ -37,8 +35,8 @@ def build_kernel(
     num_decode_rows = tl.load(counts)
     if tl.program_id(0) == 0:
         _list_decode(
-            num_decode_rows, row_slot, row_start, items, lengths, kv_capacity, target, wave, whole_keys,
-            WINDOW, STEP, MAX_SPLITS, ITEM_WORDS, ROWS,
+            num_decode_rows, row_slot, row_start, items, lengths, kv_capacity,
+            WINDOW, TARGET, STEP, MAX_SPLITS, ITEM_WORDS, ROWS,
         )  # fmt: skip
     else:
         num_rows = tl.load(counts + 1)
@@ -63,8 +61,9 @@ def _visible(row, exists, row_start, kv_capacity, WINDOW: tl.constexpr, STEP: tl
 
 @triton.jit
 def _list_decode(
-    num_rows, row_slot, row_start, items, lengths, kv_capacity, target, wave, whole_keys,
-    WINDOW: tl.constexpr, STEP: tl.constexpr, MAX_SPLITS: tl.constexpr, ITEM_WORDS: tl.constexpr, ROWS: tl.constexpr,
+    num_rows, row_slot, row_start, items, lengths, kv_capacity,
+    WINDOW: tl.constexpr, TARGET: tl.constexpr, STEP: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    ITEM_WORDS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     place = tl.arange(0, ROWS)
     keys = 0
@@ -73,9 +72,7 @@ def _list_decode(
         _, begin, end = _visible(block + place, block + place < num_rows, row_start, kv_capacity, WINDOW, STEP)
         keys += tl.sum(end - begin)
         longest = tl.maximum(longest, tl.max(end - begin))
-    few = num_rows <= wave
-    size = tl.maximum(tl.cdiv(keys, tl.where(few, wave, target)), tl.cdiv(longest, MAX_SPLITS))
-    size = tl.maximum(size, tl.where(few & (longest <= whole_keys), whole_keys, STEP))
+    size = tl.maximum(tl.maximum(tl.cdiv(keys, TARGET), tl.cdiv(longest, MAX_SPLITS)), STEP)
     size = tl.cdiv(size, STEP) * STEP
 
     num_items = 0

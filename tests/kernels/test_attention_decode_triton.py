@@ -10,7 +10,6 @@ from support.attention_step import AttentionStep, exact_attention, make_step
 from torch import Tensor
 
 from gpu_runner.kernels.attention_decode import DecodeTiling, decode_attention
-from gpu_runner.kernels.norm_rope import qk_norm_rope_write
 from gpu_runner.kernels.work_list import WorkList, allocate_work_list, build_work_list
 
 ON_GPU = torch.cuda.is_available()
@@ -79,13 +78,6 @@ def check(step: AttentionStep, work: WorkList, scale: float, tiling: DecodeTilin
     assert not bool(work.arrived.any())
 
 
-FIRST_TILES = [
-    DecodeTiling(first_tokens=0, block_tokens=32, num_warps=2, num_stages=3),
-    DecodeTiling(first_tokens=32, block_tokens=16, num_warps=2, num_stages=2),
-    DecodeTiling(first_tokens=128, block_tokens=64, num_warps=4, num_stages=3),
-]
-
-
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"), [(2, 2, 64), (4, 2, 128), (9, 3, 64), (4, 1, 128), (16, 2, 64)]
 )
@@ -98,41 +90,16 @@ def test_rows_at_page_and_tile_borders_equal_softmax(heads: int, kv_heads: int, 
     check(step, work, scale)
 
 
-@pytest.mark.parametrize("tiling", FIRST_TILES)
-def test_rows_that_end_before_in_and_behind_the_first_tile_equal_softmax(tiling: DecodeTiling) -> None:
-    lens = [1, 2, 31, 32, 33, 34, 127, 128, 129, 130, 200]
-    step = make_step(
-        decode_lens=lens, chunks=[], heads=3, kv_heads=1, head_dim=64, max_rows=16, padding=2, dtype=DTYPE,
-        device=DEVICE,
-    )  # fmt: skip
-    work, scale = work_for(step, max_rows=16)
-    assert work.items[: int(work.lengths[0]), 6].tolist() == [1] * len(lens)
-    check(step, work, scale, tiling)
-
-
-@pytest.mark.parametrize("tiling", FIRST_TILES)
-def test_the_newest_key_alone_in_the_last_range_is_merged(tiling: DecodeTiling) -> None:
-    step = make_step(
-        decode_lens=[257, 321], chunks=[], heads=4, kv_heads=2, head_dim=64, max_rows=2, dtype=DTYPE, device=DEVICE
-    )
-    work, scale = work_for(step, max_rows=2)
-    count = int(work.lengths[0])
-    assert [256, 257] in work.items[:count, 2:4].tolist()
-    assert [320, 321] in work.items[:count, 2:4].tolist()
-    check(step, work, scale, tiling)
-
-
-@pytest.mark.parametrize("first_tokens", [0, 64])
 @pytest.mark.parametrize("block_tokens", [16, 64, 128])
 @pytest.mark.parametrize("lens", [[700], [1, 513, 64, 130]])
-def test_rows_in_many_ranges_are_merged(first_tokens: int, block_tokens: int, lens: list[int]) -> None:
+def test_rows_in_many_ranges_are_merged(block_tokens: int, lens: list[int]) -> None:
     step = make_step(
         decode_lens=lens, chunks=[], heads=6, kv_heads=2, head_dim=64, max_rows=5, dtype=DTYPE, device=DEVICE
     )
     work, scale = work_for(step, max_rows=5, target_programs=32)
     splits = work.items[: int(work.lengths[0]), 6]
     assert int(splits.max()) >= 8
-    check(step, work, scale, DecodeTiling(first_tokens, block_tokens, num_warps=4, num_stages=2))
+    check(step, work, scale, DecodeTiling(block_tokens=block_tokens, num_warps=4, num_stages=2, prefetch_pages=64))
 
 
 def test_a_list_serves_many_layers_one_after_the_other() -> None:
@@ -145,9 +112,8 @@ def test_a_list_serves_many_layers_one_after_the_other() -> None:
     assert bool((run(step, work, scale) == first).all())
 
 
-@pytest.mark.parametrize("tiling", FIRST_TILES[:2])
 @pytest.mark.parametrize("window", [1, 16, 50, 64, 200])
-def test_a_window_hides_all_earlier_keys(window: int, tiling: DecodeTiling) -> None:
+def test_a_window_hides_all_earlier_keys(window: int) -> None:
     step = make_step(
         decode_lens=[*BORDERS, 290], chunks=[], heads=4, kv_heads=2, head_dim=64, max_rows=12, dtype=DTYPE,
         device=DEVICE,
@@ -158,7 +124,7 @@ def test_a_window_hides_all_earlier_keys(window: int, tiling: DecodeTiling) -> N
         pages = step.page_table[int(step.row_slot[row]), :gone].to(torch.int64)
         step.kv_layer[:, pages] = torch.nan
     work, scale = work_for(step, max_rows=12, window=window)
-    check(step, work, scale, tiling)
+    check(step, work, scale)
 
 
 @pytest.mark.parametrize("padding", [0, 1, 40])
@@ -180,8 +146,7 @@ def test_prefill_rows_of_a_mixed_step_are_left_alone() -> None:
     check(step, work, scale)
 
 
-@pytest.mark.parametrize("tiling", FIRST_TILES)
-def test_a_row_past_its_last_page_reads_no_further_than_its_table(tiling: DecodeTiling) -> None:
+def test_a_row_past_its_last_page_reads_no_further_than_its_table() -> None:
     step = make_step(
         decode_lens=[32, 20], chunks=[], heads=2, kv_heads=1, head_dim=64, max_rows=2, dtype=DTYPE, device=DEVICE
     )
@@ -194,65 +159,8 @@ def test_a_row_past_its_last_page_reads_no_further_than_its_table(tiling: Decode
         row_token=step.row_token, page_table=table, prefill=False,
     )  # fmt: skip
     out = torch.full_like(step.q, POISON)
-    decode_attention(step.q, step.kv_layer, out, work, counts=step.counts, page_table=table, scale=0.125, tiling=tiling)
+    decode_attention(step.q, step.kv_layer, out, work, counts=step.counts, page_table=table, scale=0.125)
     assert float((out.cpu().to(torch.float64) - want).abs().max()) < 5 * TOLERANCE
-
-
-def test_the_newest_key_of_an_ended_row_may_lie_in_the_dummy_page() -> None:
-    step = make_step(
-        decode_lens=[49, 20], chunks=[], heads=2, kv_heads=1, head_dim=64, max_rows=2, dtype=DTYPE, device=DEVICE
-    )
-    want = exact_attention(step, scale=0.125, window=None)[1]
-    step.page_table[int(step.row_slot[0]), 3] = 0  # never written: NaN
-    work, scale = work_for(step, max_rows=2)
-    out = run(step, work, scale)
-    assert bool(out[0].isnan().all())
-    assert float((out[1] - want).abs().max()) < 5 * TOLERANCE
-
-
-@pytest.mark.parametrize("rows", [1, 5, *(pytest.param(rows, marks=pytest.mark.gpu) for rows in (16, 40, 200))])
-def test_the_kernel_before_may_write_the_newest_keys(rows: int) -> None:
-    generator = torch.Generator().manual_seed(rows)
-    lens = torch.randint(1, 600 if ON_GPU else 100, (rows,), generator=generator).tolist()
-    heads, kv_heads = (16, 8) if ON_GPU else (2, 1)
-    step = make_step(
-        decode_lens=lens, chunks=[], heads=heads, kv_heads=kv_heads, head_dim=128, max_rows=256, dtype=DTYPE,
-        device=DEVICE,
-    )  # fmt: skip
-    work, scale = work_for(step, max_rows=256, target_programs=132 * 8)
-    exact = exact_attention(step, scale=scale, window=None)
-    last = torch.tensor([length - 1 for length in lens], device=DEVICE)
-    page = step.page_table[step.row_slot[:rows].long(), last // 16].long()
-    newest = step.kv_layer[:, page, :, last % 16]  # [rows, 2, kv_heads, head_dim]
-    qkv = torch.cat([step.q, newest[:, 0], newest[:, 1]], dim=1).flatten(1)
-    positions = torch.zeros(rows, dtype=torch.int32, device=DEVICE)  # rotation leaves position 0 as it is
-    kv_index = (page * 16 + last % 16).to(torch.int32)
-    inv_freq = torch.ones(64, device=DEVICE)
-    q, out = torch.empty_like(step.q), torch.empty_like(step.q)
-
-    def two_layers() -> None:
-        step.kv_layer[:, page, :, last % 16] = POISON
-        q.fill_(POISON)
-        out.fill_(POISON)
-        for _ in range(2):
-            qk_norm_rope_write(
-                qkv, positions, kv_index, inv_freq, step.kv_layer,
-                num_heads=heads, q_norm=None, k_norm=None, eps=0.0, out=q,
-            )  # fmt: skip
-            decode_attention(q, step.kv_layer, out, work, counts=step.counts, page_table=step.page_table, scale=scale)
-
-    two_layers()
-    graph = None
-    if ON_GPU:
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            two_layers()
-    for _ in range(20 if graph else 1):
-        if graph:
-            graph.replay()
-        got = out.cpu().to(torch.float64)
-        assert float((got - exact).norm() / exact.norm()) < TOLERANCE
 
 
 @pytest.mark.gpu

@@ -20,8 +20,6 @@ def build(
     target_programs: int = 16,
     window: int | None = None,
     tile_rows: int = 16,
-    wave_programs: int = 132,
-    whole_keys: int = 0,
 ) -> WorkList:
     """For 2 KV heads of 2 query heads each: `target_programs` / 2 items, `tile_rows` / 2 tokens a tile."""
     lengths = [1] * len(decode_lens) + [length for _, length in chunks]
@@ -29,7 +27,6 @@ def build(
     work = allocate_work_list(
         max_rows=max_rows, max_tokens=max(max_rows, num_tokens), num_heads=4, num_kv_heads=2, head_dim=16,
         window=window, device=DEVICE, target_programs=target_programs, tile_rows=tile_rows,
-        wave_programs=wave_programs, whole_keys=whole_keys,
     )  # fmt: skip
     work.items.fill_(-7)
     work.tiles.fill_(-7)
@@ -73,23 +70,6 @@ def test_a_long_row_is_cut_into_equal_ranges_and_short_ones_are_left_whole() -> 
     ]
 
 
-def test_few_rows_are_cut_into_one_wave_of_ranges() -> None:
-    def splits(rows: int) -> list[int]:
-        return [item[6] for item in items_of(build([640] * rows, [], max_rows=8, target_programs=96, wave_programs=8))]
-
-    # 4 items a wave: 640 keys in 4 ranges of 160, rounded up to 192. 4 rows fill it uncut. 5 rows are cut for 48 items,
-    # 67 keys each, rounded up to 128.
-    assert splits(1) == [4] * 4
-    assert splits(4) == [1] * 4
-    assert splits(5) == [5] * 25
-
-
-@pytest.mark.parametrize(("lens", "items"), [([256, 10], 2), ([257, 10], 6), ([256] * 3, 12)])
-def test_few_rows_of_few_keys_are_left_whole(lens: list[int], items: int) -> None:
-    work = build(lens, [], max_rows=3, target_programs=96, wave_programs=16 if len(lens) < 3 else 4, whole_keys=256)
-    assert len(items_of(work)) == items
-
-
 def test_tiles_are_listed_by_falling_number_of_keys() -> None:
     tiles = tiles_of(build([7, 3], [(0, 17), (100, 9), (20, 3)], max_rows=5))
     assert tiles == [
@@ -125,17 +105,14 @@ def test_an_empty_step_has_no_work() -> None:
     assert (items_of(work), tiles_of(work)) == ([], [])
 
 
-@pytest.mark.parametrize("whole_keys", [0, 256])
 @pytest.mark.parametrize(("max_rows", "longest"), [(1, 1), (1, 9000), (5, 80), (5, 9000), (40, 200), (300, 1000)])
-def test_ragged_steps_keep_the_stated_bounds_and_cover_every_key_and_query_once(
-    max_rows: int, longest: int, whole_keys: int
-) -> None:
+def test_ragged_steps_keep_the_stated_bounds_and_cover_every_key_and_query_once(max_rows: int, longest: int) -> None:
     generator = torch.Generator().manual_seed(max_rows + longest)
     rows = torch.randint(1, longest + 1, (max_rows, 2), generator=generator).tolist()
     num_decode_rows = max_rows - max_rows // 3
     decode_lens = [length for length, _ in rows[:num_decode_rows]]
     chunks = [(start, min(length, 300)) for start, length in rows[num_decode_rows:]]
-    work = build(decode_lens, chunks, max_rows=max_rows, wave_programs=8, whole_keys=whole_keys)
+    work = build(decode_lens, chunks, max_rows=max_rows)
 
     items = items_of(work)
     assert len(items) <= work.decode_items(num_decode_rows)
