@@ -18,7 +18,6 @@ from gpu_runner.device.target import choose_device, choose_dtype
 from gpu_runner.models.registry import load_model
 
 PROMPT = [5, 17, 80, 3, 3, 41, 9, 66, 12, 30, 2, 77, 50, 8, 21, 94, 33, 60, 7, 19]
-CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 @pytest.fixture(scope="module")
