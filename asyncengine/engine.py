@@ -37,8 +37,9 @@ logger = logging.getLogger(__name__)
 API_WORKER = 0
 DRAIN_LIMIT = 64
 """Messages read before the event loop's other callbacks get their turn."""
-UNREAD_MESSAGES = 16
-"""A sender's messages that may wait here unread; a detokenizer that finds no room merges what follows."""
+UNREAD_MESSAGES = 2
+"""A sender's messages that may wait here unread. A detokenizer that finds no room merges what follows, so that a
+process that is behind gets fewer and longer deltas instead of late ones."""
 RETRY_SECONDS = 0.01
 
 

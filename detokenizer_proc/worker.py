@@ -21,7 +21,7 @@ from detokenizer_proc.stop_strings import StopAutomaton, StopSearch
 from detokenizer_proc.text_stream import TextStream
 from detokenizer_proc.vocabulary import Vocabulary
 
-ENGINE_HIGH_WATER_MARK = 16
+ENGINE_HIGH_WATER_MARK = 2
 """`Deltas` in flight to an API worker before its requests' deltas merge here."""
 FRAMES_PER_TURN = 64
 """Bounds how long a burst of frames can delay what the first of them produced."""

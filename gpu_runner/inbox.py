@@ -10,6 +10,8 @@ from asyncengine.wire.messages import Abort, Failed, Generate, StopHit, ToRunner
 from asyncengine.wire.pipes import Pipes, Poller, Sender
 from gpu_runner.schedule.scheduler import Scheduler
 
+RETRY_MS = 1
+
 
 class Inbox:
     """The two pipes into gpu_runner: requests from the tokenizers, control from everybody else.
@@ -28,6 +30,7 @@ class Inbox:
 
     def drain(self) -> None:
         """Take in all that has arrived, without waiting."""
+        self._flush()
         if not self._poller.wait(0):  # nearly always, and quicker than to find each pipe empty
             return
         for message in self._requests.drain():
@@ -42,8 +45,8 @@ class Inbox:
                 self._scheduler.abort(message.rid)
 
     def wait(self, timeout_ms: int) -> bool:
-        """Sleep until something arrives or the time is over."""
-        return self._poller.wait(timeout_ms)
+        """Sleep until something arrives or the time is over, and only a moment while a refusal waits for room."""
+        return self._poller.wait(timeout_ms if self._flush() else min(timeout_ms, RETRY_MS))
 
     @property
     def malformed(self) -> int:
@@ -75,6 +78,11 @@ class Inbox:
                 f"{self._vocab_size}",
                 param="prompt",
             )
+
+    def _flush(self) -> bool:
+        """Push on refusals that found their pipe full; True when none is left."""
+        flushed = [engine.flush() for engine in self._engines.values()]
+        return all(flushed)
 
     def _engine(self, worker: int) -> Sender:
         if worker not in self._engines:

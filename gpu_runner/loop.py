@@ -86,4 +86,5 @@ class Loop:
         elif not self._scheduler.has_work:
             gc.collect()
             while not self._inbox.wait(_IDLE_MS):
-                self._reporter.heartbeat(self._scheduler.gauges())
+                if self._reporter.heartbeat_due():
+                    self._reporter.heartbeat(self._scheduler.gauges())

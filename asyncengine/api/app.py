@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import socket
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -17,6 +18,9 @@ MIN_BODY_BYTES = 4 * 1024 * 1024
 BODY_BYTES_PER_TOKEN = 16
 """A token id and its comma take at most 12 bytes of JSON, a token's text rarely more than 8."""
 BACKLOG = 2048
+ACCEPTORS = 8
+"""Duplicates of the listening socket. uvloop accepts one connection a socket and turn of the loop; with hundreds of
+streams to write a turn takes milliseconds, and new clients would queue for more than a second."""
 SHUTDOWN_SECONDS = 2.0
 """How long `cleanup` waits for handlers, which end at once when the engine has been closed before."""
 
@@ -47,12 +51,29 @@ async def run_app(backend: Backend, host: str, port: int) -> web.AppRunner:
     logger.addFilter(_is_no_clients_fault)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
+        for listener in _listen(host, port):
+            for _ in range(ACCEPTORS - 1):
+                await web.SockSite(runner, listener.dup(), backlog=BACKLOG).start()
+            await web.SockSite(runner, listener, backlog=BACKLOG).start()
     except OSError as error:
         await runner.cleanup()
         reason = "the port is already in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
         raise StartupError(f"cannot listen on {host}:{port}: {reason}") from error
     return runner
+
+
+def _listen(host: str, port: int) -> list[socket.socket]:
+    """A listening socket for each address of `host`, all on one port; raises OSError."""
+    listeners: list[socket.socket] = []
+    try:
+        for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            chosen = listeners[0].getsockname()[1] if listeners else port
+            listeners.append(socket.create_server((address[0], chosen), family=family, backlog=BACKLOG))
+    except OSError:
+        for listener in listeners:
+            listener.close()
+        raise
+    return listeners
 
 
 def bound_port(runner: web.AppRunner) -> int:

@@ -7,6 +7,8 @@ from typing import Final
 
 NUM_PROGRAMS = 132
 """Programs that fill the device: an H200's SMs."""
+MIN_PREFETCH_K = 64
+"""Weights of one request to L2."""
 ANY: Final = 1 << 62
 """A bound that every size is below."""
 
@@ -106,7 +108,8 @@ def fitted(config: DotConfig, n: int, k: int, *, token_tiles: int = 1) -> DotCon
     else:
         while tiles * split_k <= NUM_PROGRAMS and k >= split_k * 2 * 4 * config.block_k:
             split_k *= 2
-    return replace(config, split_k=split_k, prefetch_k=min(config.prefetch_k, _power_of_two(-(-k // split_k))))
+    prefetch_k = min(config.prefetch_k, _power_of_two(-(-k // split_k)))
+    return replace(config, split_k=split_k, prefetch_k=prefetch_k if prefetch_k >= MIN_PREFETCH_K else 0)
 
 
 def _power_of_two(value: int) -> int:

@@ -6,7 +6,7 @@ import pytest
 from api_server import Server
 from fake_backend import MODEL, FakeBackend
 
-from asyncengine.api.app import bound_port, make_app, run_app
+from asyncengine.api.app import ACCEPTORS, bound_port, make_app, run_app
 from asyncengine.engine_info import Health
 from asyncengine.errors import StartupError
 
@@ -78,3 +78,9 @@ def test_the_body_limit_follows_the_context_length(backend: FakeBackend) -> None
         **{name: getattr(backend.info, name) for name in backend.info.__struct_fields__} | {"max_model_len": 2**20}
     )
     assert make_app(backend)._client_max_size == 16 * 2**20
+
+
+async def test_several_acceptors_share_one_port(backend: FakeBackend) -> None:
+    runner = await run_app(backend, "127.0.0.1", 0)
+    assert runner.addresses == [("127.0.0.1", bound_port(runner))] * ACCEPTORS
+    await runner.cleanup()
