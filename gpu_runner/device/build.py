@@ -24,7 +24,7 @@ from gpu_runner.device.memory import (
 from gpu_runner.device.state import DeviceState
 from gpu_runner.device.step import Step
 from gpu_runner.device.stream import Stream
-from gpu_runner.device.target import choose_device, choose_dtype, make_stream
+from gpu_runner.device.target import check_capability, choose_device, choose_dtype, make_stream
 from gpu_runner.kernels.ops import ModelOps
 from gpu_runner.kernels.upload_layout import upload_words
 from gpu_runner.models.config import ModelConfig
@@ -171,6 +171,7 @@ def _build_graphs(
 
 def _gpu_ops(model: ModelConfig, device: torch.device) -> ModelOps:
     """The Triton operations; imported only where there is a GPU to run them."""
+    check_capability(torch.cuda.get_device_capability(device))
     if model.head_dim & (model.head_dim - 1) or model.head_dim < 16:
         raise StartupError(
             f"attention heads of {model.head_dim} dimensions are not supported on a GPU, only powers of two from 16 on"

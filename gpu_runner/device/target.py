@@ -11,6 +11,7 @@ from asyncengine.errors import StartupError
 from gpu_runner.device.host import usable_cores
 from gpu_runner.device.stream import CudaStream, Stream, WorkerStream
 
+MIN_CAPABILITY = (9, 0)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -22,6 +23,16 @@ def choose_device(config: EngineConfig) -> torch.device:
             "device is cuda, but torch finds no NVIDIA GPU it can use; cpu runs without one, auto takes what there is"
         )
     return torch.device("cuda", 0) if has_cuda and config.device != "cpu" else torch.device("cpu")
+
+
+def check_capability(capability: tuple[int, int]) -> None:
+    """Raise `StartupError` for a GPU without programmatic dependent launch, which the kernels rely on."""
+    if capability < MIN_CAPABILITY:
+        raise StartupError(
+            "the GPU has compute capability {}.{}, and {}.{} or newer is needed; --device cpu runs without it".format(
+                *capability, *MIN_CAPABILITY
+            )
+        )
 
 
 def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:

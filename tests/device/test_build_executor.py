@@ -14,7 +14,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.errors import StartupError
 from asyncengine.wire.messages import RunnerInfo
 from gpu_runner.device.build import build_executor
-from gpu_runner.device.target import choose_device, choose_dtype
+from gpu_runner.device.target import check_capability, choose_device, choose_dtype
 from gpu_runner.models.registry import load_model
 
 PROMPT = [5, 17, 80, 3, 3, 41, 9, 66, 12, 30, 2, 77, 50, 8, 21, 94, 33, 60, 7, 19]
@@ -176,3 +176,10 @@ def test_auto_picks_a_gpu_and_the_dtype_follows_the_device(monkeypatch: pytest.M
     assert choose_dtype(EngineConfig(), gpu) is torch.bfloat16
     assert choose_dtype(EngineConfig(), cpu) is torch.float32
     assert choose_dtype(EngineConfig(dtype="float16"), cpu) is torch.float16
+
+
+def test_a_gpu_older_than_hopper_is_refused_with_both_numbers() -> None:
+    check_capability((9, 0))
+    check_capability((10, 0))
+    with pytest.raises(StartupError, match=r"8\.6.*9\.0"):
+        check_capability((8, 6))
