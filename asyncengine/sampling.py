@@ -13,7 +13,6 @@ MAX_STOP_STRING_CHARS = 512
 MAX_STOP_TOKEN_IDS = 8
 """Stop ids a request may name itself; the model's own end-of-sequence ids come on top."""
 MAX_N = 16
-MAX_TOP_K = 2**31 - 1
 INT32_MAX = 2**31 - 1
 
 

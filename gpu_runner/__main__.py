@@ -31,6 +31,7 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
     )
     inbox = Inbox(pipes=pipes, scheduler=scheduler, vocab_size=executor.model_config.vocab_size)
     outbox = Outbox(pipes=pipes, detokenizers=engine.detokenizer_workers)
+    reporter.heartbeat(scheduler.gauges())  # first, so that whoever hears "ready" has gauges
     reporter.ready(executor.info)
     try:
         Loop(scheduler=scheduler, executor=executor, inbox=inbox, outbox=outbox, reporter=reporter).run()

@@ -69,14 +69,14 @@ class Loop:
         if plan is not None:
             self._executor.launch(plan)
             self._in_flight.append(plan)
+        if self._reporter.heartbeat_due():  # before the wait: what arrived shows without a step's delay
+            self._reporter.heartbeat(self._scheduler.gauges())
         if self._in_flight and (plan is None or len(self._in_flight) == STEPS_IN_FLIGHT):
             result = self._executor.collect()
             self._outbox.send(self._scheduler.commit(self._in_flight.popleft(), result))
         closed = self._scheduler.take_closed()
         if closed is not None:
             self._outbox.send(closed)
-        if self._reporter.heartbeat_due():
-            self._reporter.heartbeat(self._scheduler.gauges())
         if plan is None and not self._in_flight:
             self._idle(flowing)
 

@@ -3,7 +3,7 @@
     python scripts/bench_batching.py [--requests 96] [--slots 8] [--rate 4] [--png batching.png] [--json out.json]
 
 Requests arrive at random times (Poisson, fixed seed) with prompt and answer lengths drawn from ShareGPT's, scaled down
-for a CPU. All are greedy with a fixed answer length, so every way computes the same tokens.
+for a CPU. All are greedy with a fixed answer length, so every way has the same work to do.
 
     static       wait until `slots` requests have arrived, run them together, start the next batch when all have ended
     dynamic      start with what has arrived (at most `slots`) as soon as the last batch has ended

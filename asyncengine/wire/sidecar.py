@@ -7,7 +7,6 @@ The first lines of that pipe carry the configuration (4-byte little-endian lengt
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
@@ -87,8 +86,7 @@ def run_sidecar(role: Role, serve: Callable[[SidecarConfig, Pipes, Reporter], No
         sys.exit(1)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # on its way out, and no exception may break that off
-        with contextlib.suppress(Exception):
-            pipes.close()
+        pipes.close()
 
 
 def _stop(*_: object) -> None:
