@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         OverloadedError,
         StartupError,
     )
+    from asyncengine.logprobs import TokenLogprob, TopLogprob
     from asyncengine.sampling import SamplingParams
     from asyncengine.streams import ChatPrompt, Delta
 
@@ -36,6 +37,8 @@ __all__ = [
     "OverloadedError",
     "SamplingParams",
     "StartupError",
+    "TokenLogprob",
+    "TopLogprob",
 ]
 
 _HOME = {
@@ -46,6 +49,8 @@ _HOME = {
     "EngineInfo": "engine_info",
     "Health": "engine_info",
     "SamplingParams": "sampling",
+    "TokenLogprob": "logprobs",
+    "TopLogprob": "logprobs",
 }
 
 

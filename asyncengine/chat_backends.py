@@ -6,12 +6,10 @@ from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from asyncengine.client import AsyncClient
-from asyncengine.config import EngineConfig
 from asyncengine.engine import AsyncEngine
 from asyncengine.errors import EngineError, StartupError
 from asyncengine.sampling import SamplingParams
 from asyncengine.streams import ChatPrompt, Delta
-from asyncengine.supervisor import StartupProgress
 
 
 class Backend(Protocol):
@@ -27,10 +25,10 @@ class Backend(Protocol):
 
 
 class EngineBackend:
-    """An engine inside this process."""
+    """An engine inside this process, which starts when opened."""
 
-    def __init__(self, config: EngineConfig, progress: StartupProgress) -> None:
-        self._starting = AsyncEngine.start(config, progress=progress)
+    def __init__(self, starting: AsyncEngine) -> None:
+        self._starting = starting
         self._engine: AsyncEngine | None = None
 
     async def open(self) -> str:

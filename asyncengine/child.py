@@ -9,10 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from asyncengine.config import EngineConfig, Role, SidecarConfig
+from asyncengine.config import EngineConfig, Role, SidecarConfig, runs_on_cpu
 from asyncengine.errors import StartupError
 from asyncengine.wire.messages import Ready
 from asyncengine.wire.sidecar import write_config
@@ -86,8 +86,13 @@ class Child:
             self.process.stdin.close()
 
 
-def start_child(config: EngineConfig, role: Role, index: int, count: int, *, module: str) -> Child:
-    """Start `python -m module` as worker `index` of `count` of a role. Its death signal is tied to this thread."""
+def start_child(
+    config: EngineConfig, role: Role, index: int, count: int, *, module: str, inherit: Sequence[int] = ()
+) -> Child:
+    """Start `python -m module` as worker `index` of `count` of a role. Its death signal is tied to this thread.
+
+    inherit: file descriptors that it has under the same numbers.
+    """
     # -P: a file in the current directory must not shadow the standard library or a sidecar's package.
     # A new session keeps a terminal's Ctrl-C from reaching the children before this process decides.
     try:
@@ -97,6 +102,7 @@ def start_child(config: EngineConfig, role: Role, index: int, count: int, *, mod
             stdout=2,
             env=sidecar_environment(os.environ, config, role),
             start_new_session=True,
+            pass_fds=inherit,
         )
     except OSError as error:
         raise StartupError(f"cannot start {role}: {error}") from error
@@ -108,9 +114,8 @@ def sidecar_environment(environ: Mapping[str, str], config: EngineConfig, role: 
     """A sidecar's environment: an allow-list of this process's (no tokens, no keys) and how many threads to use."""
     env = {k: v for k, v in environ.items() if k in ENVIRONMENT_NAMES or k.startswith(ENVIRONMENT_PREFIXES)}
     cores = len(os.sched_getaffinity(0))
-    on_cpu = config.device == "cpu" or (config.device == "auto" and not os.path.exists("/dev/nvidiactl"))
     if role == "gpu_runner":
-        env.setdefault("OMP_NUM_THREADS", str(cores if on_cpu else 1))
+        env.setdefault("OMP_NUM_THREADS", str(cores if runs_on_cpu(config) else 1))
         env.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads of torch starve the sidecars beside it
         return env
     env["OMP_NUM_THREADS"] = "1"

@@ -6,15 +6,16 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import resource
 import shlex
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, get_args
 
-from asyncengine.config import Device, DType, EngineConfig, LoadFormat, SchedulingPolicy
+from asyncengine.config import Device, DType, EngineConfig, LoadFormat, Role, SchedulingPolicy, runs_on_cpu
 from asyncengine.errors import EngineError, StartupError
 
 if TYPE_CHECKING:
@@ -22,13 +23,22 @@ if TYPE_CHECKING:
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 OPEN_FILES = 65536
+BYTES_PHASE = "loading weights"
+"""The phase of start-up whose progress is in bytes; that of others counts things."""
+MAX_API_WORKERS = 64
+AUTO_API_WORKERS = 4
+CORES_FOR_API_WORKERS = 8
 FAILED_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code. One that fails is one line on stderr and code 1."""
+def main(argv: Sequence[str] | None = None, *, modules: Mapping[Role, str] | None = None) -> int:
+    """Run a command; returns the exit code. One that fails is one line on stderr and code 1.
+
+    modules: the module to run for a role in place of the role's own package.
+    """
     args = build_parser().parse_args(argv)
+    args.modules = modules
     try:
         code: int = args.command(args)
     except EngineError as error:
@@ -46,6 +56,14 @@ def build_parser() -> argparse.ArgumentParser:
     serve.set_defaults(command=serve_command)
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     serve.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
+    serve.add_argument(
+        "--api-workers",
+        default="1",
+        metavar="N",
+        help=f"processes that serve HTTP, from 1 to {MAX_API_WORKERS}, or auto: 1 without a GPU or with fewer than "
+        f"{CORES_FOR_API_WORKERS} cores, else {AUTO_API_WORKERS}. One is enough for a few hundred streams of a large "
+        "model (default: %(default)s)",
+    )
     add_engine_options(serve)
 
     chat = commands.add_parser("chat", help="talk to a model in the terminal")
@@ -114,20 +132,35 @@ def serve_command(args: argparse.Namespace) -> int:
     if not 0 <= args.port <= 65535:
         raise StartupError(f"--port must be from 0 to 65535, got {args.port}")
     config = engine_config(args)
+    workers = api_workers(args.api_workers, config)
     check_port_free(args.host, args.port)
     allow_many_connections()
 
     import uvloop
 
-    return uvloop.run(serve_until_signal(config, args.host, args.port))
+    if workers == 1:
+        serving = _serve(config, args.host, args.port, args.modules)
+    else:
+        serving = _serve_with_workers(config, args.host, args.port, args.modules, workers)
+    return uvloop.run(serve_until_signal(serving))
 
 
-async def serve_until_signal(config: EngineConfig, host: str, port: int) -> int:
+def api_workers(given: str, config: EngineConfig) -> int:
+    """The number that --api-workers stands for; raises `StartupError`."""
+    if given == "auto":
+        enough_cores = len(os.sched_getaffinity(0)) >= CORES_FOR_API_WORKERS
+        return AUTO_API_WORKERS if enough_cores and not runs_on_cpu(config) else 1
+    if not given.isdecimal() or not 1 <= int(given) <= MAX_API_WORKERS:
+        raise StartupError(f"--api-workers must be auto or from 1 to {MAX_API_WORKERS}, got {given}")
+    return int(given)
+
+
+async def serve_until_signal(serve: Coroutine[object, object, None]) -> int:
     """Serve until SIGTERM or SIGINT, at whatever stage it arrives; then end requests, engine and server in order.
 
     Returns the exit code: 1 when the engine has failed, so that whoever keeps services alive starts a new one.
     """
-    serving = asyncio.create_task(_serve(config, host, port))
+    serving = asyncio.create_task(serve)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, serving.cancel)
@@ -137,21 +170,42 @@ async def serve_until_signal(config: EngineConfig, host: str, port: int) -> int:
     return 0
 
 
-async def _serve(config: EngineConfig, host: str, port: int) -> None:
+async def _serve(config: EngineConfig, host: str, port: int, modules: Mapping[Role, str] | None) -> None:
     """Serve until cancelled or until the engine has failed, which its log tells."""
-    from asyncengine.api.app import bound_port, run_app
+    from asyncengine.api.app import bound_port, freeze_start_up, run_app
     from asyncengine.engine import AsyncEngine
+    from asyncengine.startup_report import report
 
     async with contextlib.AsyncExitStack() as stack:
         with ConsoleProgress() as progress:
-            engine = await AsyncEngine.start(config, progress=progress)
+            engine = await AsyncEngine.start(config, progress=progress, modules=modules)
+            print("\n".join(report(engine.info)), file=sys.stderr, flush=True)
         stack.push_async_callback(engine.close)
+        freeze_start_up()
         runner = await run_app(engine, host, port)
         stack.push_async_callback(runner.cleanup)
         # closed before the server, the engine ends every stream with an error that its client can read
         stack.push_async_callback(engine.close)
         print(ready_text(engine.info.model, host, bound_port(runner)), flush=True)
         await engine.wait_failed()
+
+
+async def _serve_with_workers(
+    config: EngineConfig, host: str, port: int, modules: Mapping[Role, str] | None, workers: int
+) -> None:
+    """The same with several processes that serve HTTP; this one only looks after them."""
+    from asyncengine.api.app import bind
+    from asyncengine.api.worker_group import WorkerGroup
+    from asyncengine.startup_report import report
+
+    async with contextlib.AsyncExitStack() as stack:
+        with ConsoleProgress() as progress:
+            group = WorkerGroup(config, bind(host, port), workers=workers, progress=progress, modules=modules)
+            stack.push_async_callback(group.close)
+            await group.start()
+            print("\n".join(report(group.info)), file=sys.stderr, flush=True)
+        print(ready_text(group.info.model, host, group.port), flush=True)
+        await group.wait_failed()
 
 
 def ready_text(model: str, host: str, port: int) -> str:
@@ -187,16 +241,20 @@ def check_port_free(host: str, port: int) -> None:
 def chat_command(args: argparse.Namespace) -> int:
     from asyncengine.chat import Chat
     from asyncengine.chat_backends import Backend, EngineBackend, ServerBackend
+    from asyncengine.engine import AsyncEngine
     from asyncengine.sampling import SamplingParams
 
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
     with ConsoleProgress() as progress:
-        backend: Backend = ServerBackend(args.url) if args.url else EngineBackend(engine_config(args), progress)
+        if args.url:
+            backend: Backend = ServerBackend(args.url)
+        else:
+            backend = EngineBackend(AsyncEngine.start(engine_config(args), progress=progress, modules=args.modules))
         return Chat(backend, params, system=args.system).run()
 
 
 class ConsoleProgress:
-    """Start-up for a person: one line per phase with its time and, on a terminal, a bar while weights load."""
+    """Start-up for a person: one line per phase with its time and, on a terminal, a bar where it can be measured."""
 
     def __init__(self) -> None:
         self._bar: tqdm.tqdm | None = None
@@ -213,7 +271,10 @@ class ConsoleProgress:
         if self._bar is None:
             import tqdm
 
-            self._bar = tqdm.tqdm(total=total, desc=phase, unit="B", unit_scale=True, leave=False, file=sys.stderr)
+            of_bytes = phase == BYTES_PHASE
+            self._bar = tqdm.tqdm(
+                total=total, desc=phase, unit="B" if of_bytes else "", unit_scale=of_bytes, leave=False, file=sys.stderr
+            )
         self._bar.update(done - self._bar.n)
 
     def phase_done(self, role: str, index: int, phase: str, seconds: float) -> None:

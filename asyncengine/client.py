@@ -10,6 +10,7 @@ import aiohttp
 import msgspec
 
 from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError
+from asyncengine.logprobs import TokenLogprob, TopLogprob
 from asyncengine.sampling import SamplingParams
 from asyncengine.streams import ChatPrompt, Delta
 
@@ -29,11 +30,27 @@ class _ChatDeltaJson(msgspec.Struct):
     content: str = ""
 
 
+class _TopJson(msgspec.Struct):
+    token_id: int
+    bytes: list[int] | None
+    logprob: float
+
+
+class _EntryJson(_TopJson):
+    text_offset: int
+    top_logprobs: list[_TopJson]
+
+
+class _LogprobsJson(msgspec.Struct):
+    content: list[_EntryJson] = []
+
+
 class _ChoiceJson(msgspec.Struct):
     index: int
     text: str = ""
     delta: _ChatDeltaJson | None = None
     token_ids: list[int] = []
+    logprobs: _LogprobsJson | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -156,6 +173,7 @@ def _body(prompt: str | Sequence[int] | ChatPrompt, params: SamplingParams, mode
         "stream": True,
         "stream_options": {"continuous_usage_stats": True},
         "return_token_ids": True,
+        "logit_bias": dict(params.logit_bias),
     }
     if model is not None:
         body["model"] = model
@@ -163,6 +181,8 @@ def _body(prompt: str | Sequence[int] | ChatPrompt, params: SamplingParams, mode
         return body | {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
     return body | {
         "messages": prompt.messages,
+        "logprobs": params.logprobs is not None,
+        "top_logprobs": params.logprobs,
         "add_generation_prompt": prompt.add_generation_prompt,
         "chat_template_kwargs": prompt.template_kwargs,
     }
@@ -199,6 +219,17 @@ def _delta(data: bytes) -> Delta | None:
         completion_tokens=usage.completion_tokens,
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
+        logprobs=[] if choice.logprobs is None else [_token_logprob(entry) for entry in choice.logprobs.content],
+    )
+
+
+def _token_logprob(entry: _EntryJson) -> TokenLogprob:
+    return TokenLogprob(
+        token_id=entry.token_id,
+        token=bytes(entry.bytes or ()),
+        logprob=entry.logprob,
+        text_offset=entry.text_offset,
+        top=tuple(TopLogprob(top.token_id, bytes(top.bytes or ()), top.logprob) for top in entry.top_logprobs),
     )
 
 

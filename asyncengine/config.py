@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Literal, get_args
 
 import msgspec
@@ -12,12 +13,16 @@ Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 SchedulingPolicy = Literal["fcfs", "priority", "shortest", "longest"]
 LoadFormat = Literal["auto", "dummy"]
-Role = Literal["tokenizer_proc", "gpu_runner", "detokenizer_proc"]
+Role = Literal["tokenizer_proc", "gpu_runner", "detokenizer_proc", "api_worker"]
 
 PAGE_SIZE = 16
 """Tokens in one KV-cache page."""
 MAX_STOP_IDS = 16
 """Width of the device's stop-id table: a request's own stop_token_ids plus the model's end-of-sequence ids."""
+MAX_BIAS_IDS = 300
+"""Width of the device's logit-bias table; `sampling.MAX_LOGIT_BIAS`."""
+MAX_TOP_LOGPROBS = 20
+"""Most likely tokens that a step reports of a row; `sampling.MAX_LOGPROBS`."""
 DEFAULT_STEP_TOKENS_GPU = 2048
 DEFAULT_STEP_TOKENS_CPU = 256
 API_WORKER_SHIFT = 56
@@ -92,11 +97,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return max(DEFAULT_STEP_TOKENS_GPU if on_gpu else DEFAULT_STEP_TOKENS_CPU, self.max_num_seqs)
 
 
+def runs_on_cpu(config: EngineConfig) -> bool:
+    """Whether `config.device` is going to be the CPU on this machine."""
+    return config.device == "cpu" or (config.device == "auto" and not os.path.exists("/dev/nvidiactl"))
+
+
 class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the supervisor hands a sidecar over its stdin: the engine's configuration and the sidecar's place in it.
 
     model_path: the model folder or .gguf file on this machine, already resolved. run_dir: the 0700 directory that
-    holds the engine's ipc sockets. index: which of the role's workers this is.
+    holds the engine's ipc sockets. index: which of the role's workers this is. listen_fds: of an API worker, the
+    inherited sockets on which it serves.
     """
 
     engine: EngineConfig
@@ -104,3 +115,4 @@ class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     model_path: str
     run_dir: str
+    listen_fds: tuple[int, ...] = ()

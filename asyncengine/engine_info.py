@@ -6,11 +6,16 @@ from typing import Literal
 
 import msgspec
 
+from asyncengine.wire.messages import MemoryAccount
+
 HealthState = Literal["starting", "ready", "stalled", "failed", "closed"]
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts of a started engine. model: the name it is served under. max_model_len: tokens, prompt plus answer."""
+    """Facts of a started engine. model: the name it is served under. max_model_len: tokens, prompt plus answer.
+
+    The rest is as gpu_runner reports it: see `wire.messages.RunnerInfo`.
+    """
 
     model: str
     model_path: str
@@ -22,6 +27,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_pages: int
     weight_bytes: int
     kv_cache_bytes: int
+    memory: MemoryAccount = MemoryAccount()
+    num_graphs: int = 0
+    num_kernels: int = 0
+    kernels_compiled: int = 0
     has_chat_template: bool
 
 

@@ -47,6 +47,28 @@ def remove_stale(parent: Path) -> None:
                 os.close(lock)
 
 
+def in_use(parent: Path) -> list[Path]:
+    """The run directories in `parent` of this user's living engines, the newest first."""
+    found = []
+    for path in parent.glob(f"{RUN_DIR_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            if status.st_uid == os.geteuid() and _is_locked(path / OWNER_FILE):
+                found.append((status.st_mtime_ns, path))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _is_locked(path: Path) -> bool:
+    lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
 def _mark(path: Path) -> int | None:
     """The lock's descriptor; None where the file system has no locks, which leaves the directory unmarked."""
     draft = path / f"{OWNER_FILE}.new"

@@ -13,17 +13,27 @@ MAX_STOP_STRING_CHARS = 512
 MAX_STOP_TOKEN_IDS = 8
 """Stop ids a request may name itself; the model's own end-of-sequence ids come on top."""
 MAX_N = 16
+MAX_LOGIT_BIAS = 300
+"""Tokens one request may bias, OpenAI's limit."""
+MAX_LOGPROBS = 20
+"""Most likely tokens one request may ask to see at each position."""
 INT32_MAX = 2**31 - 1
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True):
     """Parameters of one request. Construction raises `InvalidRequestError` naming the field and what is allowed.
 
-    Filters apply in the order temperature, top-k, top-p, min-p. `temperature` 0 is greedy and so is any temperature
-    too small for float32 logits to be divided by (below 1e-5). `top_k` 0 or -1 and `top_p` 1 mean "no filter".
+    Logits are adjusted in the order `logit_bias`, `repetition_penalty` (over prompt and output: a positive logit is
+    divided by it, a negative one multiplied), `presence_penalty` and `frequency_penalty` (over the output), the ban on
+    stop tokens before `min_tokens`; each of `n` choices counts its own output. `logit_bias` is (token id, bias) pairs.
+    Filters then apply in the order temperature, top-k, top-p, min-p. `temperature` 0 is greedy and so is any
+    temperature too small for float32 logits to be divided by (below 1e-5). `top_k` 0 or -1 and `top_p` 1 mean "no
+    filter".
     `seed` None draws a fresh seed; the same seed, prompt and parameters give the same tokens whatever else is in the
     batch on the same device. Choice `k` of `n` uses `seed + k`.
     `max_tokens` None means "up to the model's context length". `priority`: smaller runs first.
+    `logprobs` None reports no log-probabilities; k >= 0 the chosen token's and the k most likely tokens'. They are the
+    model's own: natural logarithms, before bias, penalties and temperature.
     """
 
     n: int = 1
@@ -33,6 +43,11 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -54,6 +69,13 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_
         _int("top_k", self.top_k, -1, INT32_MAX)
         _float("top_p", self.top_p, 0.0, 1.0)
         _float("min_p", self.min_p, 0.0, 1.0)
+        _float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _float("repetition_penalty", self.repetition_penalty, 0.01, 10.0)
+        if self.logit_bias:
+            _logit_bias(self.logit_bias)
+        if self.logprobs is not None:
+            _int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.seed is not None:
             _int("seed", self.seed, -(2**63), 2**63 - 1)
         _int("priority", self.priority, -INT32_MAX, INT32_MAX)
@@ -82,3 +104,18 @@ def _float(name: str, value: float, low: float, high: float) -> None:
         raise InvalidRequestError(f"{name} must be a finite number, got {value!r}", param=name)
     if not low <= value <= high:
         raise InvalidRequestError(f"{name} must be from {low:g} to {high:g}, got {value!r}", param=name)
+
+
+def _logit_bias(pairs: tuple[tuple[int, float], ...]) -> None:
+    if len(pairs) > MAX_LOGIT_BIAS:
+        raise InvalidRequestError(
+            f"logit_bias may name at most {MAX_LOGIT_BIAS} tokens, got {len(pairs)}", param="logit_bias"
+        )
+    for token, bias in pairs:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= INT32_MAX:
+            raise InvalidRequestError(
+                f"a token id in logit_bias must be an integer from 0 to {INT32_MAX}, got {token!r}", param="logit_bias"
+            )
+        _float("logit_bias", bias, -100.0, 100.0)
+    if len({token for token, _ in pairs}) < len(pairs):
+        raise InvalidRequestError("logit_bias names a token twice", param="logit_bias")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from asyncengine.errors import EngineError
+from asyncengine.logprobs import TokenLogprob
 from asyncengine.wire.messages import Finish
 
 FINISH_REASONS = {
@@ -30,6 +32,9 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
     finish_reason: None while the choice runs, then exactly once "stop", "length" or "abort".
     stop_reason: the stop token id or stop string that ended it, None for any other end.
+    logprobs: when asked, of the choice's tokens in order, each with the delta that shows its first character. All
+    deltas together have one for every token but those whose text is not shown because the choice ended: the
+    end-of-sequence or stop token, and tokens that begin at or after a stop string that was cut.
     """
 
     index: int
@@ -40,16 +45,27 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    logprobs: list[TokenLogprob] = []
 
 
 class _Choice:
     """One choice's news since the caller last looked, and its total so far."""
 
-    __slots__ = ("cached_tokens", "completion_tokens", "finish", "ids", "prompt_tokens", "stop_reason", "text")
+    __slots__ = (
+        "cached_tokens",
+        "completion_tokens",
+        "finish",
+        "ids",
+        "logprobs",
+        "prompt_tokens",
+        "stop_reason",
+        "text",
+    )
 
     def __init__(self) -> None:
         self.text = bytearray()  # UTF-8; every delta ends on a character border, so any concatenation decodes
         self.ids = bytearray()  # int32 array
+        self.logprobs: list[TokenLogprob] = []
         self.finish = 0
         self.stop_reason = -1
         self.prompt_tokens = 0
@@ -63,10 +79,22 @@ class RequestStream:
         event loop     feed(0,"a")   feed(0,"b")   feed(0,"c")               feed(0,"d")
         caller      next() -> "a" | busy ................... | next() -> "bc" | next() sleeps -> "d"
 
-    One caller at a time may wait in `next`. Everything runs in one event loop.
+    One caller at a time may wait in `next`. One that would rather be called sets `listener`, which is called after each
+    batch of news and when the stream fails, and then may `take`; it must not raise. Everything runs in one event loop.
     """
 
-    __slots__ = ("_choices", "_error", "_pending", "_stop", "_stop_token_ids", "_unfinished", "_waiter", "rid")
+    __slots__ = (
+        "_choices",
+        "_error",
+        "_pending",
+        "_stop",
+        "_stop_token_ids",
+        "_unfinished",
+        "_waiter",
+        "forget",
+        "listener",
+        "rid",
+    )
 
     def __init__(self, rid: int, *, n: int, stop: tuple[str, ...], stop_token_ids: tuple[int, ...]) -> None:
         self.rid = rid
@@ -77,6 +105,8 @@ class RequestStream:
         self._unfinished = set(range(n))
         self._error: EngineError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self.listener: Callable[[], None] | None = None
+        self.forget: Callable[[], None] | None = None
 
     @property
     def n(self) -> int:
@@ -97,6 +127,7 @@ class RequestStream:
         stop_reason: int,
         prompt_tokens: int,
         cached_tokens: int,
+        logprobs: Sequence[TokenLogprob] = (),
     ) -> None:
         """Add news of choice `index`: `text` in UTF-8, `ids` an int32 array as bytes, the rest as in `Deltas`."""
         if index not in self._unfinished:
@@ -108,6 +139,7 @@ class RequestStream:
         choice = self._choices[index]
         choice.text += text
         choice.ids += ids
+        choice.logprobs += logprobs
         choice.completion_tokens += len(ids) // 4
         choice.prompt_tokens = prompt_tokens
         choice.cached_tokens = cached_tokens
@@ -125,6 +157,33 @@ class RequestStream:
         if self._error is None:
             self._error = error
             self._wake()
+            self.notify()
+
+    def notify(self) -> None:
+        """Call the listener, if there is one."""
+        if self.listener is not None:
+            self.listener()
+
+    @property
+    def over(self) -> bool:
+        """Nothing is left to take, and nothing will come but perhaps what `take` raises."""
+        return not self._pending and (not self._unfinished or self._error is not None)
+
+    def take(self) -> list[Delta]:
+        """All news, oldest first, without waiting. Raises what `fail` was given when no news is left."""
+        if not self._pending and self._error is not None:
+            raise self._error
+        deltas = [self._take(index) for index in self._pending]
+        self._pending.clear()
+        return deltas
+
+    def close(self) -> None:
+        """The listener is not called again, and what still runs is aborted if there is somebody to `forget` it.
+        Idempotent."""
+        self.listener = None
+        forget, self.forget = self.forget, None
+        if forget is not None:
+            forget()
 
     async def next(self) -> Delta | None:
         """The oldest news of a choice, waiting for some; None when all have ended. Raises what `fail` was given."""
@@ -144,8 +203,8 @@ class RequestStream:
 
     def _take(self, index: int) -> Delta:
         choice = self._choices[index]
-        text, ids = choice.text, choice.ids
-        choice.text, choice.ids = bytearray(), bytearray()
+        text, ids, logprobs = choice.text, choice.ids, choice.logprobs
+        choice.text, choice.ids, choice.logprobs = bytearray(), bytearray(), []
         return Delta(
             index=index,
             text=text.decode("utf-8", "replace"),
@@ -155,6 +214,7 @@ class RequestStream:
             completion_tokens=choice.completion_tokens,
             finish_reason=FINISH_REASONS[Finish(choice.finish)] if choice.finish else None,
             stop_reason=self._stop_reason(choice),
+            logprobs=logprobs,
         )
 
     def _stop_reason(self, choice: _Choice) -> int | str | None:

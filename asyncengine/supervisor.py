@@ -2,7 +2,8 @@
 
     starting   spawn all -> hand each its configuration -> Progress... -> Ready from every one
     serving    Heartbeats; a child's end or Fatal -> on_failure(sentence), once
-    closing    SIGTERM, up to STOP_SECONDS, SIGKILL; sockets closed; run directory removed
+    closing    API workers end by themselves, having been told; SIGTERM to all, up to STOP_SECONDS, SIGKILL; sockets
+               closed; run directory removed
 
 A child dies with its parent because its death signal is tied to the thread that forked it (the event loop's) and
 because only this process holds the other end of its stdin.
@@ -11,17 +12,22 @@ because only this process holds the other end of its stdin.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Protocol
+
+import msgspec
 
 from asyncengine.child import Child, describe_exit, start_child
 from asyncengine.config import EngineConfig, Role, SidecarConfig
+from asyncengine.engine_info import EngineInfo
 from asyncengine.errors import StartupError
 from asyncengine.model_files import ResolvedModel, resolve_model
 from asyncengine.run_dir import RunDir
-from asyncengine.wire.messages import Fatal, Heartbeat, Progress, Ready, ToSupervisor
+from asyncengine.wire.messages import Fatal, Heartbeat, Progress, Ready, RunnerInfo, TokenizerInfo, ToSupervisor
 from asyncengine.wire.pipes import Pipes, Receiver
 
 STOP_SECONDS = 5.0
@@ -50,7 +56,8 @@ class Supervisor:
     """Owner of the sidecars, the run directory and this process's pipes. Lives in one event loop.
 
     `modules` names the module run for a role where it is not the role's own package. `on_failure` is called once, with
-    a sentence, when a process is lost after start-up.
+    a sentence, when a process is lost after start-up. `api_workers` processes serve HTTP on the listening sockets
+    `listen_fds`; none where this process does that itself.
     """
 
     def __init__(
@@ -60,11 +67,15 @@ class Supervisor:
         on_failure: Callable[[str], None],
         progress: StartupProgress | None = None,
         modules: Mapping[Role, str] | None = None,
+        api_workers: int = 0,
+        listen_fds: tuple[int, ...] = (),
     ) -> None:
         self._config = config
+        self._api_workers = api_workers
+        self._listen_fds = listen_fds
         self._on_failure = on_failure
         self._progress = progress
-        self._modules = dict(modules or {})
+        self._modules: dict[Role, str] = {"api_worker": "asyncengine.api.worker", **(modules or {})}
         self._children: dict[tuple[str, int], Child] = {}
         self._run_dir: RunDir | None = None
         self._pipes: Pipes | None = None
@@ -80,6 +91,12 @@ class Supervisor:
         """The engine's pipes, from `prepare` until `close`."""
         assert self._pipes is not None
         return self._pipes
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the pipes and the processes' rings of accounts are, from `prepare` until `close`."""
+        assert self._run_dir is not None
+        return self._run_dir.path
 
     async def prepare(self) -> ResolvedModel:
         """Find the model and open the run directory; raises `StartupError`. `close` undoes it."""
@@ -106,6 +123,7 @@ class Supervisor:
             "gpu_runner": 1,
             "tokenizer_proc": self._config.tokenizer_workers,
             "detokenizer_proc": self._config.detokenizer_workers,
+            "api_worker": self._api_workers,
         }
         for role, count in counts.items():
             for index in range(count):
@@ -117,6 +135,17 @@ class Supervisor:
             )
         )
         await self._outcome
+
+    def engine_info(self, model: ResolvedModel) -> EngineInfo:
+        """What the launched sidecars said about themselves."""
+        runner = msgspec.convert(self.ready_info("gpu_runner"), RunnerInfo)
+        tokenizer = msgspec.convert(self.ready_info("tokenizer_proc"), TokenizerInfo)
+        return EngineInfo(
+            model=self._config.served_model_name or model.served_name,
+            model_path=str(model.path),
+            has_chat_template=tokenizer.has_chat_template,
+            **msgspec.structs.asdict(runner),
+        )
 
     def pids(self) -> dict[str, int]:
         """Process ids by name (the role, with the worker's index where there are several)."""
@@ -157,12 +186,18 @@ class Supervisor:
         if cancelled:
             raise asyncio.CancelledError
 
+    @property
+    def _launched(self) -> bool:
+        outcome = self._outcome
+        return outcome is not None and outcome.done() and not outcome.cancelled() and outcome.exception() is None
+
     def _check_open(self) -> None:
         if self._closing is not None:
             raise StartupError("the engine was closed while it started")
 
     def _spawn(self, role: Role, index: int, count: int) -> None:
-        child = start_child(self._config, role, index, count, module=self._modules.get(role, role))
+        inherit = self._listen_fds if role == "api_worker" else ()
+        child = start_child(self._config, role, index, count, module=self._modules.get(role, role), inherit=inherit)
         self._children[role, index] = child
         self._watchers.append(asyncio.create_task(self._watch(child)))
 
@@ -174,6 +209,7 @@ class Supervisor:
             index=child.index,
             model_path=str(model.path),
             run_dir=str(self._run_dir.path),
+            listen_fds=self._listen_fds if child.role == "api_worker" else (),
         )
 
     async def _watch(self, child: Child) -> None:
@@ -233,6 +269,10 @@ class Supervisor:
 
     async def _close(self) -> None:
         children = list(self._children.values())
+        if self._launched:
+            workers = asyncio.gather(*(child.exited.wait() for child in children if child.role == "api_worker"))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(workers, STOP_SECONDS)
         for child in children:
             child.signal(signal.SIGTERM)
         stopped = asyncio.gather(*(child.exited.wait() for child in children))

@@ -6,15 +6,17 @@ from array import array
 
 from asyncengine.wire.messages import Deltas, Finish
 from asyncengine.wire.pipes import Sender
+from detokenizer_proc import logprob_columns
+from detokenizer_proc.logprob_columns import ShownLogprobs
 
 MAX_DELTAS_BYTES = 4 * 1024 * 1024
-"""Text and ids in one message, a single request's excepted; far below the pipes' limit on messages."""
+"""Text, ids and log-probabilities in one message, a single request's excepted; far below the pipes' limit."""
 
 
 class PendingDelta:
     """New text and ids of one request since its last `Deltas` entry. `queued`: it waits in its outbox."""
 
-    __slots__ = ("cached_tokens", "finish", "ids", "prompt_tokens", "queued", "rid", "stop_reason", "text")
+    __slots__ = ("cached_tokens", "finish", "ids", "logprobs", "prompt_tokens", "queued", "rid", "stop_reason", "text")
 
     def __init__(self, rid: int, prompt_tokens: int, cached_tokens: int) -> None:
         self.rid = rid
@@ -22,6 +24,7 @@ class PendingDelta:
         self.cached_tokens = cached_tokens
         self.text: list[str] = []
         self.ids: list[int] = []
+        self.logprobs: ShownLogprobs | None = None
         self.finish = int(Finish.NONE)
         self.stop_reason = -1
         self.queued = False
@@ -61,6 +64,7 @@ class DeltaOutbox:
             for delta in sent:
                 delta.text.clear()
                 delta.ids.clear()
+                delta.logprobs = None
                 delta.queued = False
         return True
 
@@ -74,10 +78,12 @@ def _to_wire(waiting: list[PendingDelta]) -> tuple[Deltas, int]:
     """A message of the first of `waiting`, at least one and as many as fit, and their number."""
     texts: list[bytes] = []
     text_ends, ids, ids_ends = array("i"), array("i"), array("i")
-    end = 0
+    end = logprob_bytes = 0
     for delta in waiting:
         data = "".join(delta.text).encode()
-        if texts and end + len(data) + 4 * (len(ids) + len(delta.ids)) > MAX_DELTAS_BYTES:
+        if delta.logprobs is not None:
+            logprob_bytes += delta.logprobs.nbytes
+        if texts and end + len(data) + 4 * (len(ids) + len(delta.ids)) + logprob_bytes > MAX_DELTAS_BYTES:
             break
         texts.append(data)
         end += len(data)
@@ -95,5 +101,6 @@ def _to_wire(waiting: list[PendingDelta]) -> tuple[Deltas, int]:
         stop_reason=array("i", [delta.stop_reason for delta in batch]).tobytes(),
         prompt_tokens=array("i", [delta.prompt_tokens for delta in batch]).tobytes(),
         cached_tokens=array("i", [delta.cached_tokens for delta in batch]).tobytes(),
+        logprobs=logprob_columns.to_wire([delta.logprobs for delta in batch]) if logprob_bytes else None,
     )
     return message, len(batch)

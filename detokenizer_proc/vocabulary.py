@@ -76,6 +76,16 @@ class Vocabulary:
         hidden = source.nameless | source.special if skip_special_tokens else source.nameless
         return WindowStream(source.tokenizer, hidden=hidden, context=context)
 
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one token by itself, a special token's spelling included; b"" for an id without a token. Exact
+        with a byte table; other decoders show what they make of the token alone."""
+        source = self._source
+        if not 0 <= token < self.size:
+            return b""
+        if isinstance(source, ByteTable):
+            return source.pieces[token]
+        return b"" if token in source.nameless else source.tokenizer.decode([token], skip_special_tokens=False).encode()
+
 
 def reproduces(tokenizer: Tokenizer, table: ByteTable) -> bool:
     """Whether the table's streams equal the library's decode: on texts of many scripts and on random ids, both with

@@ -7,16 +7,20 @@ automaton step per character.
 from __future__ import annotations
 
 import gc
+import time
 from functools import lru_cache
 
 import msgspec
 
 from asyncengine.config import API_WORKER_SHIFT, SidecarConfig
 from asyncengine.tokenizer_file import load_tokenizer
+from asyncengine.wire.accounting import RingWriter, TurnRecord
 from asyncengine.wire.messages import DetokenizeOptions, Finish, Open, StepFrame, StopHit, ToDetokenizer
 from asyncengine.wire.pipes import Pipes
 from asyncengine.wire.sidecar import HEARTBEAT_SECONDS, Reporter
 from detokenizer_proc.deltas import DeltaOutbox, PendingDelta
+from detokenizer_proc.logprob_columns import Entry, step_logprobs
+from detokenizer_proc.logprob_gate import LogprobGate
 from detokenizer_proc.stop_strings import StopAutomaton, StopSearch
 from detokenizer_proc.text_stream import TextStream
 from detokenizer_proc.vocabulary import Vocabulary
@@ -32,9 +36,10 @@ NO_TOKEN = -1
 
 
 class Row:
-    """One open stream: the row that holds a slot in generation `gen`."""
+    """One open stream: the row that holds a slot in generation `gen`. gate: what its text passes, None when all is
+    shown at once."""
 
-    __slots__ = ("delta", "gen", "include_stop", "outbox", "search", "slot", "stream")
+    __slots__ = ("delta", "gate", "gen", "include_stop", "outbox", "slot", "stream")
 
     def __init__(
         self,
@@ -43,15 +48,16 @@ class Row:
         stream: TextStream,
         search: StopSearch | None,
         include_stop: bool,
+        logprobs: bool,
         outbox: DeltaOutbox,
     ) -> None:
         self.slot = opened.slot
         self.gen = opened.gen
         self.stream = stream
-        self.search = search
         self.include_stop = include_stop
         self.outbox = outbox
         self.delta = PendingDelta(opened.rid, opened.prompt_tokens, opened.cached_tokens)
+        self.gate: StopSearch | LogprobGate | None = LogprobGate(search, self.delta) if logprobs else search
 
 
 class Worker:
@@ -62,9 +68,11 @@ class Worker:
                  row forgotten
     """
 
-    def __init__(self, vocabulary: Vocabulary, pipes: Pipes, *, index: int) -> None:
+    def __init__(self, vocabulary: Vocabulary, pipes: Pipes, *, index: int, ring: RingWriter[TurnRecord]) -> None:
+        """ring: where each turn is recorded."""
         self._vocabulary = vocabulary
         self._pipes = pipes
+        self._ring = ring
         self._frames = pipes.receiver(f"detokenizer.{index}", ToDetokenizer)
         self._control = pipes.sender("runner.control")
         self._outboxes: dict[int, DeltaOutbox] = {}
@@ -78,11 +86,18 @@ class Worker:
         """Wait for a frame, take all that have arrived, send what they produced. Comes back early, to try again, while
         an API worker is behind."""
         self._frames.wait(min(wait_ms, RETRY_MS) if self._behind() else wait_ms)
+        begin, frames, tokens = time.monotonic_ns(), 0, 0
         for frame in self._frames.drain(FRAMES_PER_TURN):
             self.take(frame)
+            frames += 1
+            tokens += len(frame.finish)
+        middle = time.monotonic_ns()
         for outbox in self._outboxes.values():
             outbox.send()
         self._control.flush()
+        if frames:
+            waiting = sum(outbox.waiting for outbox in self._outboxes.values())
+            self._ring.write((begin, middle, time.monotonic_ns(), frames, tokens, len(self._rows), waiting))
 
     def gauges(self) -> dict[str, int]:
         """streams: open rows. pending: requests whose deltas wait for a full pipe. The others count since the start."""
@@ -99,6 +114,8 @@ class Worker:
         for opened in frame.opens:
             self._open(opened)
         rows, size = self._rows, self._vocabulary.size
+        if frame.logprob_rows:
+            self._stage_logprobs(frame)
         for slot, gen, token, finish in zip(
             _int32(frame.slots), _int32(frame.gens), _int32(frame.tokens), frame.finish, strict=True
         ):
@@ -117,11 +134,11 @@ class Worker:
                 continue
             delta.ids.append(token)
             text = row.stream.push(token)
-            search = row.search
-            if search is not None:
-                text = search.push(text)
-                if search.hit >= 0:
-                    self._close(row, text, Finish.STOP_STRING, search.hit)
+            gate = row.gate
+            if gate is not None:
+                text = gate.push(text)
+                if gate.hit >= 0:
+                    self._close(row, text, Finish.STOP_STRING, gate.hit)
                     self._stop_runner(row)
                     continue
             if text:
@@ -133,7 +150,7 @@ class Worker:
             assert row.slot == slot
             assert row.delta.finish == Finish.NONE
             assert row.outbox is self._outboxes[row.delta.rid >> API_WORKER_SHIFT]
-            assert row.delta.queued or not (row.delta.ids or row.delta.text)
+            assert row.delta.queued or not (row.delta.ids or row.delta.text or row.delta.logprobs)
         for outbox in self._outboxes.values():
             outbox.check_integrity()
 
@@ -154,6 +171,7 @@ class Worker:
             stream=stream,
             search=search,
             include_stop=include_stop,
+            logprobs=options.logprobs,
             outbox=self._outbox(opened.rid >> API_WORKER_SHIFT),
         )
 
@@ -162,6 +180,16 @@ class Worker:
             sender = self._pipes.sender(f"engine.{api_worker}", high_water_mark=ENGINE_HIGH_WATER_MARK)
             self._outboxes[api_worker] = DeltaOutbox(sender)
         return self._outboxes[api_worker]
+
+    def _stage_logprobs(self, frame: StepFrame) -> None:
+        """Have the log-probabilities of the frame's tokens wait at their rows for the tokens' text."""
+        slots, gens, tokens = _int32(frame.slots), _int32(frame.gens), _int32(frame.tokens)
+        token_bytes = self._vocabulary.token_bytes
+        for index, top_ids, logprobs in step_logprobs(frame):
+            row = self._rows.get(slots[index])
+            if row is not None and row.gen == gens[index] and isinstance(row.gate, LogprobGate):
+                ids = [tokens[index], *top_ids]
+                row.gate.stage(Entry(ids, logprobs, [token_bytes(token) for token in ids]))
 
     def _end(self, row: Row, token: int, finish: int) -> None:
         """The row ended in gpu_runner, perhaps with a last token. A stop token's text is shown only on request."""
@@ -174,21 +202,24 @@ class Worker:
             row.delta.ids.append(token)
             if (not is_stop or row.include_stop) and token < self._vocabulary.size:
                 text = row.stream.push(token)
+        if is_stop and not text:
+            _unstage(row)
         self._finish(row, text, finish, token if is_stop else -1)
 
     def _end_with_bad_id(self, row: Row, token: int) -> None:
         self._bad_ids += 1
+        _unstage(row)
         self._finish(row, "", Finish.ERROR, token)
 
     def _finish(self, row: Row, text: str, finish: int, stop_reason: int) -> None:
         """Show what was held back and close; a stop string that only the last characters complete still counts."""
         text += row.stream.flush()
-        search = row.search
-        if search is not None:
-            text = search.push(text)
-            if search.hit >= 0:
-                finish, stop_reason = Finish.STOP_STRING, search.hit
-            text += search.flush()
+        gate = row.gate
+        if gate is not None:
+            text = gate.push(text)
+            if gate.hit >= 0:
+                finish, stop_reason = Finish.STOP_STRING, gate.hit
+            text += gate.flush()
         self._close(row, text, finish, stop_reason)
 
     def _close(self, row: Row, text: str, finish: int, stop_reason: int) -> None:
@@ -204,11 +235,18 @@ class Worker:
         self._control.send(StopHit(row.slot, row.gen))
 
 
+def _unstage(row: Row) -> None:
+    """The row's last token shows no text: it has no log-probabilities either."""
+    if isinstance(row.gate, LogprobGate):
+        row.gate.unstage()
+
+
 def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
     """Load the tokenizer, test it, then detokenize until the process is told to end."""
     reporter.progress("tokenizer")
     vocabulary = Vocabulary(load_tokenizer(config.model_path).tokenizer)
-    worker = Worker(vocabulary, pipes, index=config.index)
+    ring = RingWriter(config.run_dir, config.role, config.index, TurnRecord)
+    worker = Worker(vocabulary, pipes, index=config.index, ring=ring)
     gc.collect()
     gc.freeze()  # the byte table lives as long as the process; no collection need look at it
     reporter.ready()

@@ -10,6 +10,8 @@ from asyncengine.wire.sidecar import Reporter, run_sidecar
 def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
     # Imported here: torch takes seconds, and the life-line must be armed and the start reported before that.
     reporter.progress("importing torch")
+    from asyncengine.wire.accounting import RingWriter, StepRecord
+    from gpu_runner.accounting import StepAccount
     from gpu_runner.device.build import build_executor
     from gpu_runner.inbox import Inbox
     from gpu_runner.loop import Loop
@@ -31,10 +33,14 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
     )
     inbox = Inbox(pipes=pipes, scheduler=scheduler, vocab_size=executor.model_config.vocab_size)
     outbox = Outbox(pipes=pipes, detokenizers=engine.detokenizer_workers)
-    reporter.heartbeat(scheduler.gauges())  # first, so that whoever hears "ready" has gauges
+    account = StepAccount(RingWriter(config.run_dir, config.role, config.index, StepRecord))
+    # first, so that whoever hears "ready" has gauges
+    reporter.heartbeat(scheduler.gauges() | account.gauges())
     reporter.ready(executor.info)
     try:
-        Loop(scheduler=scheduler, executor=executor, inbox=inbox, outbox=outbox, reporter=reporter).run()
+        Loop(
+            scheduler=scheduler, executor=executor, inbox=inbox, outbox=outbox, reporter=reporter, account=account
+        ).run()
     finally:
         executor.close()
 

@@ -9,7 +9,8 @@ Invariants
     5. When detokenizers are so far behind that frames pile up, no step is launched: tokens are never dropped.
 
 Host budget: all of a turn but waiting for the device under 150 us at any batch size, and at batch 512 under 1.5 times
-batch 1 (`scripts/bench_host.py` without a GPU, `scripts/bench_step.py` with one).
+batch 1 (`scripts/bench_host.py` without a GPU, `scripts/bench_step.py` with one, `scripts/profile_host.py` of a running
+engine: every turn is in its ring of accounts).
 
     host    drain | plan N+1 | launch N+1 | wait N | commit N | send N | drain | plan N+2 | ...
     device  ---- step N ------------------][---- step N+1 -----------------------------][----
@@ -22,6 +23,7 @@ from collections import deque
 from typing import Protocol
 
 from asyncengine.wire.sidecar import HEARTBEAT_SECONDS, Reporter
+from gpu_runner.accounting import COMMIT, DRAIN, LAUNCH, PLAN, REPORT, SEND, WAIT, StepAccount
 from gpu_runner.inbox import Inbox
 from gpu_runner.outbox import Outbox
 from gpu_runner.schedule.plan import StepPlan, StepResult
@@ -44,13 +46,21 @@ class Executor(Protocol):
 
 class Loop:
     def __init__(
-        self, *, scheduler: Scheduler, executor: Executor, inbox: Inbox, outbox: Outbox, reporter: Reporter
+        self,
+        *,
+        scheduler: Scheduler,
+        executor: Executor,
+        inbox: Inbox,
+        outbox: Outbox,
+        reporter: Reporter,
+        account: StepAccount,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._inbox = inbox
         self._outbox = outbox
         self._reporter = reporter
+        self._account = account
         self._in_flight: deque[StepPlan] = deque()
 
     def run(self) -> None:
@@ -63,20 +73,31 @@ class Loop:
 
     def turn(self) -> None:
         """One round: take in what arrived, launch at most one step, read at most one."""
+        scheduler, enter = self._scheduler, self._account.enter
+        enter(DRAIN)
         self._inbox.drain()
         flowing = self._outbox.flush()
-        plan = self._scheduler.plan() if flowing else None
+        enter(PLAN)
+        plan = scheduler.plan() if flowing else None
         if plan is not None:
+            enter(LAUNCH)
             self._executor.launch(plan)
             self._in_flight.append(plan)
         if self._reporter.heartbeat_due():  # before the wait: what arrived shows without a step's delay
-            self._reporter.heartbeat(self._scheduler.gauges())
+            enter(REPORT)
+            self._heartbeat()
+        result = None
         if self._in_flight and (plan is None or len(self._in_flight) == STEPS_IN_FLIGHT):
+            enter(WAIT)
             result = self._executor.collect()
-            self._outbox.send(self._scheduler.commit(self._in_flight.popleft(), result))
-        closed = self._scheduler.take_closed()
+            enter(COMMIT)
+            output = scheduler.commit(self._in_flight.popleft(), result)
+            enter(SEND)
+            self._outbox.send(output)
+        closed = scheduler.take_closed()
         if closed is not None:
             self._outbox.send(closed)
+        self._account.end_turn(plan, result, running=scheduler.num_running, waiting=len(scheduler.queue))
         if plan is None and not self._in_flight:
             self._idle(flowing)
 
@@ -84,7 +105,10 @@ class Loop:
         if not flowing:
             self._inbox.wait(_BACKLOG_POLL_MS)
         elif not self._scheduler.has_work:
-            gc.collect()
+            self._account.rest(gc.collect)
             while not self._inbox.wait(_IDLE_MS):
                 if self._reporter.heartbeat_due():
-                    self._reporter.heartbeat(self._scheduler.gauges())
+                    self._heartbeat()
+
+    def _heartbeat(self) -> None:
+        self._reporter.heartbeat(self._scheduler.gauges() | self._account.gauges())

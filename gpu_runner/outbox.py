@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncengine.wire.messages import StepFrame
 from asyncengine.wire.pipes import Pipes
+from gpu_runner.schedule.plan import StepLogprobs
 from gpu_runner.schedule.step_output import StepOutput
 
 MAX_BACKLOG = 256
@@ -34,6 +35,7 @@ class Outbox:
                         output.tokens[mine].tobytes(),
                         output.finish[mine].tobytes(),
                         tuple(row for row in output.opens if row.slot % len(self._senders) == index),
+                        *_logprob_columns(output.logprobs and output.logprobs.of(mine)),
                     )
                 )
 
@@ -54,4 +56,13 @@ def _frame(output: StepOutput) -> StepFrame:
         output.tokens.tobytes(),
         output.finish.tobytes(),
         output.opens,
+        *_logprob_columns(output.logprobs),
     )
+
+
+def _logprob_columns(logprobs: StepLogprobs | None) -> tuple[bytes, ...]:
+    """The frame's last fields."""
+    if logprobs is None:
+        return ()
+    columns = (logprobs.rows, logprobs.logprobs, logprobs.top_ends, logprobs.top_ids, logprobs.top_logprobs)
+    return tuple(column.tobytes() for column in columns)

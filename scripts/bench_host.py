@@ -11,6 +11,7 @@ rows grow, one page per row and 16 steps. Results are made up (no row ends), two
               packed, the results copied out. What a real device adds (copies, replays, an event) is missing
     commit    `Scheduler.commit`
     send      the step's frame, encoded and sent to a local PULL socket
+    account   the turn's record; the clock readings between the parts, which the loop makes too, are in the parts
 """
 
 from __future__ import annotations
@@ -22,19 +23,21 @@ import json
 import shutil
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from asyncengine.config import PAGE_SIZE
 from asyncengine.sampling import SamplingParams
+from asyncengine.wire.accounting import RingWriter, StepRecord
 from asyncengine.wire.messages import RunnerInfo, ToDetokenizer
 from asyncengine.wire.pipes import Pipes, make_run_dir
-from gpu_runner.device.buffers import PackedStep, pages_for
-from gpu_runner.device.executor import MAX_IN_FLIGHT, RING_DEPTH, Executor
+from gpu_runner.accounting import COMMIT, DRAIN, LAUNCH, PLAN, SEND, WAIT, StepAccount
+from gpu_runner.device.buffers import PackedStep, RingSlot, pages_for
+from gpu_runner.device.executor import MAX_IN_FLIGHT, Executor
 from gpu_runner.device.stream import Work
 from gpu_runner.inbox import Inbox
 from gpu_runner.models.config import ModelConfig, RopeConfig
@@ -43,7 +46,7 @@ from gpu_runner.schedule.plan import StepPlan
 from gpu_runner.schedule.scheduler import Scheduler, num_slots_for
 
 BATCHES = (1, 64, 256, 512, 1024)
-PARTS = ("drain", "plan", "pack", "commit", "send")
+PARTS = ("drain", "plan", "pack", "commit", "send", "account")
 PROMPT_TOKENS = 64
 MAX_NUM_BATCHED_TOKENS = 8192
 VOCAB = 50_000
@@ -52,13 +55,12 @@ VOCAB = 50_000
 class NoDevice:
     """Step, stream and mark of a device that computes nothing, at once. Its results are all token 0, not finished."""
 
-    def __init__(self) -> None:
-        self._unwritten = RING_DEPTH
+    def connect(self, ring: Sequence[RingSlot]) -> None:
+        for slot in ring:
+            slot.results.zero_()
 
-    def run(self, step: PackedStep, upload: Tensor, results: Tensor) -> None:
-        if self._unwritten:
-            self._unwritten -= 1
-            results.zero_()
+    def run(self, step: PackedStep) -> None:
+        pass
 
     def submit(self, work: Work) -> None:
         work()
@@ -79,7 +81,7 @@ class NoDevice:
 class Host:
     """All that the loop calls, for `batch` rows of up to `length` tokens."""
 
-    def __init__(self, batch: int, length: int, pipes: Pipes) -> None:
+    def __init__(self, batch: int, length: int, run_dir: Path, pipes: Pipes) -> None:
         num_pages = 1 + batch * pages_for(length)
         self.scheduler = Scheduler(
             num_pages=num_pages,
@@ -110,6 +112,7 @@ class Host:
         self.inbox = Inbox(pipes=pipes, scheduler=self.scheduler, vocab_size=VOCAB)
         self.frames = pipes.receiver("detokenizer.0", ToDetokenizer)
         self.outbox = Outbox(pipes=pipes, detokenizers=1)
+        self.account = StepAccount(RingWriter(run_dir, "gpu_runner", 0, StepRecord))
 
 
 def _no_model(length: int) -> ModelConfig:
@@ -137,7 +140,7 @@ def measure(batch: int, steps: int) -> dict[str, float]:
     run_dir = make_run_dir()
     pipes = Pipes(run_dir)
     try:
-        times = 1e6 * np.array(_steady_steps(batch, steps, pipes))
+        times = 1e6 * np.array(_steady_steps(batch, steps, run_dir, pipes))
     finally:
         pipes.close()
         shutil.rmtree(run_dir)
@@ -146,11 +149,12 @@ def measure(batch: int, steps: int) -> dict[str, float]:
     return row | {"step_us": float(np.median(step)), "step_us_p99": float(np.percentile(step, 99))}
 
 
-def _steady_steps(batch: int, steps: int, pipes: Pipes) -> list[list[float]]:
+def _steady_steps(batch: int, steps: int, run_dir: Path, pipes: Pipes) -> list[list[float]]:
     """Seconds of each of `PARTS`, for each step of which all rows decode."""
     # rows start over several prefill steps, so the first has decoded for a while before the last joins
     length = PROMPT_TOKENS + steps + 2 * batch * PROMPT_TOKENS // MAX_NUM_BATCHED_TOKENS + PAGE_SIZE
-    host = Host(batch, length, pipes)
+    host = Host(batch, length, run_dir, pipes)
+    scheduler, account = host.scheduler, host.account
     rng = np.random.default_rng(0)
     max_tokens = length - PROMPT_TOKENS
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
@@ -164,21 +168,29 @@ def _steady_steps(batch: int, steps: int, pipes: Pipes) -> list[list[float]]:
     clock = time.perf_counter
     while len(times) < steps:
         marks = [clock()]
+        account.enter(DRAIN)
         host.inbox.drain()
         host.outbox.flush()
         marks.append(clock())
-        plan = host.scheduler.plan()
+        account.enter(PLAN)
+        plan = scheduler.plan()
         assert plan is not None
         marks.append(clock())
+        account.enter(LAUNCH)
         host.executor.launch(plan)
         in_flight.append(plan)
         if len(in_flight) < MAX_IN_FLIGHT:
             continue
+        account.enter(WAIT)
         result = host.executor.collect()
         marks.append(clock())
-        output = host.scheduler.commit(in_flight.popleft(), result)
+        account.enter(COMMIT)
+        output = scheduler.commit(in_flight.popleft(), result)
         marks.append(clock())
+        account.enter(SEND)
         host.outbox.send(output)
+        marks.append(clock())
+        account.end_turn(plan, result, running=scheduler.num_running, waiting=len(scheduler.queue))
         marks.append(clock())
         if plan.num_decode_rows == batch:
             times.append([end - begin for begin, end in itertools.pairwise(marks)])

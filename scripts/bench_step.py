@@ -7,7 +7,7 @@ run in the loop's order, two steps in flight, so a step's time is what a stream 
 
     ms/step   median time between two collected steps in steady decode
     floor     bytes that must move (weights once, each row's keys and values) at 4.5 TB/s
-    host us   time per step outside waiting for the device: plan, launch, commit
+    host us   time per step outside waiting for the device, and of its parts: plan, launch (packing included), commit
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import json
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,6 +32,14 @@ from gpu_runner.schedule.scheduler import Scheduler, num_slots_for
 DATA = Path(__file__).parent / "data"
 MEMORY_BYTES_PER_S = 4.5e12
 WARM_STEPS = 20
+
+
+class HostTimes(NamedTuple):
+    """Seconds of one turn by what the host did; waiting for the device is none of it."""
+
+    plan: float
+    launch: float
+    commit: float
 
 
 class Engine:
@@ -61,7 +69,7 @@ class Engine:
             enable_prefix_caching=False,
         )
         self.in_flight: deque[StepPlan] = deque()
-        self.host_s = 0.0
+        self.host_s = HostTimes(0.0, 0.0, 0.0)
 
     def add(self, rid: int, prompt: np.ndarray, max_tokens: int) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
@@ -71,17 +79,19 @@ class Engine:
         """Plan and launch a step, then collect the one before; returns the collected step's plan."""
         begin = time.perf_counter()
         plan = self.scheduler.plan()
+        planned = time.perf_counter()
         if plan is not None:
             self.executor.launch(plan)
             self.in_flight.append(plan)
-        self.host_s = time.perf_counter() - begin
+        launched = time.perf_counter()
+        self.host_s = HostTimes(planned - begin, launched - planned, 0.0)
         if not self.in_flight or (plan is not None and len(self.in_flight) < 2):
             return None
         collected = self.in_flight.popleft()
         result = self.executor.collect()
         begin = time.perf_counter()
         self.scheduler.commit(collected, result)
-        self.host_s += time.perf_counter() - begin
+        self.host_s = self.host_s._replace(commit=time.perf_counter() - begin)
         return collected
 
     def drain(self) -> None:
@@ -99,7 +109,7 @@ def measure_decode(engine: Engine, batch: int, context: int, steps: int) -> dict
     for rid, prompt in enumerate(prompts(batch, context, engine.executor.model_config.vocab_size)):
         engine.add(rid, prompt, steps + 400)
     times: list[float] = []
-    host: list[float] = []
+    host: list[HostTimes] = []
     last, seen = time.perf_counter(), 0
     while len(times) < steps:
         plan = engine.turn()
@@ -123,7 +133,8 @@ def measure_decode(engine: Engine, batch: int, context: int, steps: int) -> dict
         "p99_ms": 1e3 * float(np.percentile(times, 99)),
         "floor_ms": 1e3 * floor,
         "tokens_per_s": batch / step,
-        "host_us": 1e6 * float(np.median(host)),
+        "host_us": 1e6 * float(np.median([sum(turn) for turn in host])),
+        **{f"{part}_us": 1e6 * float(us) for part, us in zip(HostTimes._fields, np.median(host, axis=0), strict=True)},
     }
 
 
@@ -163,13 +174,15 @@ def bench(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     gc.freeze()
     gc.disable()
     rows = []
-    print(f"{'batch':>6} {'ms/step':>8} {'p99':>8} {'floor':>7} {'x floor':>7} {'tok/s':>8} {'host us':>8}")
+    print(f"{'batch':>6} {'ms/step':>8} {'p99':>8} {'floor':>7} {'x floor':>7} {'tok/s':>8} {'host us':>8}", end="")
+    print(f" {'plan us':>8} {'launch us':>9} {'commit us':>9}")
     for batch in batches:
         row = measure_decode(engine, batch, args.context, args.steps)
         rows.append(row)
         print(
             f"{batch:>6} {row['ms']:>8.3f} {row['p99_ms']:>8.3f} {row['floor_ms']:>7.3f}"
-            f" {row['ms'] / row['floor_ms']:>7.2f} {row['tokens_per_s']:>8.0f} {row['host_us']:>8.0f}",
+            f" {row['ms'] / row['floor_ms']:>7.2f} {row['tokens_per_s']:>8.0f} {row['host_us']:>8.0f}"
+            f" {row['plan_us']:>8.0f} {row['launch_us']:>9.0f} {row['commit_us']:>9.0f}",
             flush=True,
         )
     prefill = []

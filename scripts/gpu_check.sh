@@ -1,15 +1,20 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can tell, in one command: tests, kernel and step benchmarks, idle gaps, and a serving run.
+# Everything that only a GPU can tell, in one command: tests, kernel and step benchmarks, idle gaps, a serving run, and
+# the kernels under compute-sanitizer. On an H200 it takes about 8 minutes, and with QUICK=1 about 3.
 #
-#     scripts/gpu_check.sh [PART ...]        PARTs: tests kernels step gaps serve (default: all, in this order)
+#     scripts/gpu_check.sh [PART ...]        PARTs: tests kernels step gaps serve sanitize (default: all, in this order)
 #
 # Settings, from the environment:
 #     PYTHON       the interpreter (default: .venv/bin/python where there is one, else python3)
-#     OUT          folder for logs and JSON (default: a new temporary folder)
+#     OUT          folder for logs, JSON and summary.md (default: a new temporary folder)
+#     QUICK        1: one model, fewer batches, streams and kernel benchmarks, no long tests
 #     MODELS       folders with a config.json; weights are random (default: the shapes in scripts/data)
 #     SERVE_MODELS those to serve (default: the 0.6B shape); STREAMS, REQUESTS: streams at once and requests of each run
 #     SERVE_ARGS   more flags for `asyncengine serve`, e.g. "--detokenizer-workers 2"
-#     DEVICE       cuda, or cpu to see that the parts step and serve run (with a small model in MODELS)
+#     KERNELS      scripts of scripts/bench_kernels, by name
+#     TEST_JOBS    tests at a time, where pytest-xdist is installed (default: half the cores, at most 8)
+#     LIMIT        most seconds of a test run, a benchmark or a model's start (default: 300)
+#     DEVICE       cuda, or cpu to see that all but gaps runs (with a small model in MODELS)
 #
 # Every part runs whatever became of those before it; the exit status is 1 if any failed.
 set -uo pipefail
@@ -19,46 +24,94 @@ if [ -z "${PYTHON:-}" ]; then
   PYTHON=python3
   [ -x .venv/bin/python ] && PYTHON=.venv/bin/python
 fi
+PARTS="tests kernels step gaps serve sanitize"
 OUT=${OUT:-$(mktemp -d)}
-read -ra MODELS <<<"${MODELS:-scripts/data/qwen3-0.6b scripts/data/llama-3.1-8b}"
-read -ra SERVE_MODELS <<<"${SERVE_MODELS:-scripts/data/qwen3-0.6b}"
-read -ra STREAMS <<<"${STREAMS:-1 256 512}"
-read -ra REQUESTS <<<"${REQUESTS:-4 1000 2000}"
-read -ra SERVE_ARGS <<<"${SERVE_ARGS:-}"
 DEVICE=${DEVICE:-cuda}
-READY_SECONDS=300
+LIMIT=${LIMIT:-300}
+CORES=$(nproc)
+TEST_JOBS=${TEST_JOBS:-$((CORES < 4 ? 1 : CORES < 16 ? CORES / 2 : 8))}
+TEST_ARGS=(-o timeout="$LIMIT" --durations=10)
+STEP_ARGS=(--device "$DEVICE")
+if [ "${QUICK:-0}" = 1 ]; then
+  default_models="scripts/data/qwen3-0.6b"
+  default_kernels="attention norm_rope"
+  default_streams="1 256" default_requests="4 500"
+  TEST_ARGS+=(-k "not 30-seconds")
+  STEP_ARGS+=(--batches 1,64,256 --steps 50)
+  GAPS_ARGS=(--batches 1,64 --steps 50)
+  SANITIZE_ARGS=(memcheck)
+else
+  default_models="scripts/data/qwen3-0.6b scripts/data/llama-3.1-8b"
+  default_kernels="attention linear norm_rope sample"
+  default_streams="1 256 512" default_requests="4 1000 2000"
+  GAPS_ARGS=(--batches 1,64,256)
+  SANITIZE_ARGS=(memcheck graphs racecheck)
+fi
+read -ra MODELS <<<"${MODELS:-$default_models}"
+read -ra SERVE_MODELS <<<"${SERVE_MODELS:-scripts/data/qwen3-0.6b}"
+read -ra STREAMS <<<"${STREAMS:-$default_streams}"
+read -ra REQUESTS <<<"${REQUESTS:-$default_requests}"
+read -ra SERVE_ARGS <<<"${SERVE_ARGS:-}"
+read -ra KERNELS <<<"${KERNELS:-$default_kernels}"
+KERNEL_ARGS=()
+if [ "$DEVICE" != cuda ]; then
+  KERNEL_ARGS=(--smoke)
+  STEP_ARGS+=(--batches 1,4 --steps 20)
+fi
 FAILED=()
 SERVER=
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
+read -ra parts <<<"${*:-$PARTS}"
+for part in "${parts[@]}"; do
+  if [[ " $PARTS " != *" $part "* ]]; then
+    echo "gpu_check.sh has no part $part; it has $PARTS" >&2
+    exit 2
+  fi
+done
 if [ "$DEVICE" = cuda ] && ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
   echo "gpu_check.sh needs an NVIDIA GPU, and torch sees none" >&2
   exit 1
 fi
 mkdir -p "$OUT"
+: >"$OUT/parts.tsv"
 trap '[ -z "$SERVER" ] || kill "$SERVER" 2>/dev/null' EXIT
 
-# check NAME COMMAND...: runs it with its output both here and in $OUT/NAME.log
+# check NAME COMMAND...: runs it for LIMIT seconds at most, its output both here and in $OUT/NAME.log
 check() {
-  local name=$1 begin=$SECONDS
+  local name=$1 begin=$SECONDS status
   shift
   echo
   echo "==> $name"
-  if "$@" 2>&1 | tee "$OUT/$name.log"; then
-    echo "==> $name: passed in $((SECONDS - begin)) s"
-  else
-    echo "==> $name: FAILED after $((SECONDS - begin)) s"
-    FAILED+=("$name")
-  fi
+  timeout "$LIMIT" "$@" 2>&1 | tee "$OUT/$name.log"
+  status=${PIPESTATUS[0]}
+  case $status in
+  0) ended "$name" passed "$begin" ;;
+  77) ended "$name" skipped "$begin" ;;
+  124) ended "$name" "FAILED: not done after $LIMIT s" "$begin" ;;
+  *) ended "$name" "FAILED with $status" "$begin" ;;
+  esac
+}
+
+# ended NAME HOW BEGIN: for the table at the end
+ended() {
+  local took=$((SECONDS - $3))
+  echo "==> $1: $2, $took s"
+  printf '%s\t%s\t%s\n' "$1" "$2" "$took" >>"$OUT/parts.tsv"
+  case $2 in FAILED*) FAILED+=("$1") ;; esac
 }
 
 tests() {
-  check tests-gpu "$PYTHON" -m pytest -m gpu tests
-  check tests-kernels "$PYTHON" -m pytest -m "not gpu" tests/kernels
+  if [ "$TEST_JOBS" -gt 1 ] && "$PYTHON" -c 'import xdist' 2>/dev/null; then
+    TEST_ARGS+=(-n "$TEST_JOBS")
+  fi
+  check tests-gpu "$PYTHON" -m pytest -m gpu "${TEST_ARGS[@]}" tests
+  check tests-kernels "$PYTHON" -m pytest -m "not gpu" "${TEST_ARGS[@]}" tests/kernels
 }
 
 kernels() {
-  for script in scripts/bench_kernels/*.py; do
-    check "kernels-$(basename "$script" .py)" "$PYTHON" "$script"
+  for script in "${KERNELS[@]}"; do
+    check "kernels-$script" "$PYTHON" "scripts/bench_kernels/$script.py" "${KERNEL_ARGS[@]}"
   done
 }
 
@@ -67,30 +120,46 @@ step() {
   for model in "${MODELS[@]}"; do
     local name
     name=$(basename "$model")
-    check "step-$name" "$PYTHON" scripts/bench_step.py "$model" --device "$DEVICE" --json "$OUT/step-$name.json"
+    check "step-$name" "$PYTHON" scripts/bench_step.py "$model" "${STEP_ARGS[@]}" --json "$OUT/step-$name.json"
   done
 }
 
 gaps() {
+  if [ "$DEVICE" != cuda ]; then
+    ended gaps skipped $SECONDS
+    return
+  fi
   for model in "${MODELS[@]}"; do
     local name
     name=$(basename "$model")
-    check "gaps-$name" "$PYTHON" scripts/profile_gaps.py "$model" --json "$OUT/gaps-$name.json"
+    check "gaps-$name" "$PYTHON" scripts/profile_gaps.py "$model" "${GAPS_ARGS[@]}" --json "$OUT/gaps-$name.json"
   done
 }
 
 serve() {
   for model in "${SERVE_MODELS[@]}"; do
-    local name
+    local name begin
     name=$(basename "$model")
-    start_server "$model" "$OUT/$name" "$OUT/server-$name.log" || continue
+    begin=$SECONDS
+    if ! start_server "$model" "$OUT/$name" "$OUT/server-$name.log"; then
+      ended "server-$name" "FAILED to become ready" "$begin"
+      continue
+    fi
+    ended "server-$name" ready "$begin"
     for run in "${!STREAMS[@]}"; do
       local label="serve-$name-${STREAMS[$run]}"
       check "$label" "$PYTHON" scripts/bench_serving.py --url "$URL" --quiet --vocab "256:$VOCAB" \
         --concurrency "${STREAMS[$run]}" --requests "${REQUESTS[$run]}" --json "$OUT/$label.json"
+      # of the run's last steps, from the rings of accounts
+      check "host-${label#serve-}" "$PYTHON" scripts/profile_host.py --seconds 0 --out "$OUT/host-${label#serve-}"
     done
+    begin=$SECONDS
     kill "$SERVER"
-    wait "$SERVER" || FAILED+=("stop-$name")
+    if wait "$SERVER"; then
+      ended "stop-$name" passed "$begin"
+    else
+      ended "stop-$name" "FAILED with $?" "$begin"
+    fi
     SERVER=
   done
 }
@@ -102,18 +171,17 @@ start_server() {
   mkdir -p "$folder"
   cp "$model/config.json" "$folder/"
   VOCAB=$("$PYTHON" -c 'import json, sys; print(json.load(open(sys.argv[1]))["vocab_size"])' "$folder/config.json")
-  "$PYTHON" scripts/make_toy_tokenizer.py "$folder" "$VOCAB"
+  "$PYTHON" scripts/make_toy_tokenizer.py "$folder" "$VOCAB" || return 1
   # port 0: the system picks a free one, and the line that says so comes when everything is ready
   "$PYTHON" -m asyncengine.cli serve "$folder" --load-format dummy --device "$DEVICE" --port 0 --max-num-seqs 512 \
     --max-model-len 8192 "${SERVE_ARGS[@]}" >"$log" 2>&1 &
   SERVER=$!
   while URL=$(sed -n 's/^Ready: .* at \(http.*\)$/\1/p' "$log") && ! healthy "$URL"; do
-    if ! kill -0 "$SERVER" 2>/dev/null || [ $((SECONDS - begin)) -gt $READY_SECONDS ]; then
+    if ! kill -0 "$SERVER" 2>/dev/null || [ $((SECONDS - begin)) -gt "$LIMIT" ]; then
       echo "==> the server of $model did not become ready; its log:"
       cat "$log"
       kill "$SERVER" 2>/dev/null
       SERVER=
-      FAILED+=("server-$(basename "$model")")
       return 1
     fi
     sleep 0.2
@@ -127,18 +195,16 @@ healthy() {
     "$PYTHON" -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1] + "/health", timeout=10)' "$1"
 }
 
-for part in "${@:-tests kernels step gaps serve}"; do
-  for name in $part; do
-    case $name in
-    tests | kernels | step | gaps | serve) "$name" ;;
-    *)
-      echo "gpu_check.sh has no part $name; it has tests, kernels, step, gaps and serve" >&2
-      exit 2
-      ;;
-    esac
-  done
+sanitize() {
+  check sanitize env PYTHON="$PYTHON" DEVICE="$DEVICE" SECONDS_EACH=90 scripts/sanitize.sh "${SANITIZE_ARGS[@]}"
+}
+
+for part in "${parts[@]}"; do
+  "$part"
 done
 
+echo
+"$PYTHON" scripts/gpu_summary.py "$OUT" || FAILED+=(summary)
 echo
 echo "logs and numbers: $OUT"
 if [ ${#FAILED[@]} -gt 0 ]; then

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import bench_serving
+import gpu_summary
 import msgspec
 import profile_gaps
 import pytest
@@ -355,3 +356,56 @@ def test_a_toy_tokenizer_has_a_text_for_every_id(size: int) -> None:
     texts = [stream.push(token) for token in range(256, size)]
     assert len(set(texts)) == size - 256
     assert all(text.startswith(" ") and 4 <= len(text) <= 5 for text in texts)
+
+
+def test_the_checks_summary_has_its_parts_and_headline_numbers(tmp_path: Path) -> None:
+    assert gpu_summary.summary(tmp_path) == ""
+    (tmp_path / "parts.tsv").write_text("tests-gpu\tpassed\t61\nsanitize\tskipped\t0\n")
+    decode = {"batch": 8, "ms": 0.8, "floor_ms": 0.32, "tokens_per_s": 10000.0, "host_us": 99.6}
+    prefill = {"count": 16, "length": 2048, "tokens_per_s": 612345.0, "first_ms": 7.5}
+    steps = [{"model": "m", "decode": [decode], "prefill": [prefill]}]
+    (tmp_path / "step-m.json").write_text(json.dumps(steps))
+    gap = {"busy_us": 99.0, "plain_step_us": 100.0, "busy_share": 0.951, "idle_us": {"p50": 3.0}}
+    (tmp_path / "gaps-m.json").write_text(json.dumps([{"model": "m", "batch": 8, "kernels_per_step": 201.0, **gap}]))
+    run = {"ok": 4, "requests": 4, "output_tokens_per_s": 1650.0, "ttft_ms": {"p50": 5.25}, "tpot_ms": {"p50": 0.6}}
+    for streams in (256, 1):
+        (tmp_path / f"serve-m-0.6b-{streams}.json").write_text(json.dumps(run))
+    lines = gpu_summary.summary(tmp_path).splitlines()
+    rows = [line for line in lines if line and " --- " not in line]
+    assert rows == [
+        "| part |  | seconds |",
+        "| tests-gpu | passed | 61 |",
+        "| sanitize | skipped | 0 |",
+        "| decode | batch | ms/step | floor | x floor | tok/s | host us |",
+        "| m | 8 | 0.800 | 0.320 | 2.50 | 10,000 | 100 |",
+        "| prefill | prompts | tok/s | first token ms |",
+        "| m | 16 x 2048 | 612,345 | 7.50 |",
+        "| busy | batch | of a step | under the profiler | idle gap p50 us | kernels a step |",
+        "| m | 8 | 99.0 % | 95.1 % | 3.0 | 201 |",
+        "| HTTP | streams | ok | out tok/s | TTFT p50 ms | TPOT p50 ms |",
+        "| m-0.6b | 1 | 4 of 4 | 1,650 | 5.25 | 0.60 |",
+        "| m-0.6b | 256 | 4 of 4 | 1,650 | 5.25 | 0.60 |",
+    ]
+
+
+def test_the_sanitizers_steps_run_and_its_absence_is_told(tmp_path: Path) -> None:
+    script = Path(bench_serving.__file__).with_name("sanitize.sh")
+
+    def run(*args: str, **environ: str) -> tuple[int, str]:
+        environment = os.environ | {"PYTHON": sys.executable} | environ
+        result = subprocess.run([script, *args], env=environment, capture_output=True, text=True)
+        return result.returncode, result.stdout + result.stderr
+
+    code, output = run(DEVICE="cpu")
+    assert code == 0
+    assert "all requests ended" in output
+    assert run("nothing")[0] == 2
+    # a stand-in for the sanitizer, which finds no error in a stand-in for the steps, or some
+    stand_in = tmp_path / "compute-sanitizer"
+    for status, word in ((0, "clean"), (1, "FAILED with 1")):
+        stand_in.write_text(f"#!/bin/sh\nexit {status}\n")
+        stand_in.chmod(0o755)
+        code, output = run("memcheck", "racecheck", SANITIZER=str(stand_in), PYTHON="true")
+        assert code == status
+        ends = [line.split(word)[0] for line in output.splitlines() if word in line]
+        assert ends == ["==> memcheck: ", "==> racecheck: "]

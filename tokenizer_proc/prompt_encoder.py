@@ -85,6 +85,7 @@ class PromptEncoder:
             skip_special_tokens=job.params.skip_special_tokens,
             include_stop_str_in_output=job.params.include_stop_str_in_output,
             prompt_tail=ids[-PROMPT_TAIL_TOKENS:].tobytes(),
+            logprobs=job.params.logprobs is not None,
         )
         return Generate(
             rid=job.rid,
@@ -123,13 +124,15 @@ class PromptEncoder:
                 code="invalid_token_id",
                 param=param,
             )
-        for token in params.stop_token_ids:
-            if token >= size:
-                raise InvalidRequestError(
-                    f"stop_token_ids has {token}, which is outside the vocabulary (0 to {size - 1})",
-                    code="invalid_token_id",
-                    param="stop_token_ids",
-                )
+        biased = [token for token, _ in params.logit_bias]
+        for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", biased)):
+            for token in tokens:
+                if token >= size:
+                    raise InvalidRequestError(
+                        f"{name} has {token}, which is outside the vocabulary (0 to {size - 1})",
+                        code="invalid_token_id",
+                        param=name,
+                    )
 
     def _max_tokens(self, prompt_tokens: int, params: SamplingParams, param: str) -> int:
         """The answer's length limit, once it is known to fit."""

@@ -16,6 +16,7 @@ import numpy as np
 from asyncengine.config import API_WORKER_SHIFT, SidecarConfig
 from asyncengine.errors import StartupError
 from asyncengine.tokenizer_file import TokenizerFile, load_tokenizer
+from asyncengine.wire.accounting import RingWriter, TurnRecord
 from asyncengine.wire.messages import (
     Abort,
     EncodeChat,
@@ -50,7 +51,8 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
     vocabulary = Vocabulary(file)
     template = _chat_template(config, file, vocabulary)
     encoder = PromptEncoder(vocabulary=vocabulary, template=template, max_model_len=_max_model_len(config, file))
-    worker = Worker(index=config.index, encoder=encoder, pipes=pipes)
+    ring = RingWriter(config.run_dir, config.role, config.index, TurnRecord)
+    worker = Worker(index=config.index, encoder=encoder, pipes=pipes, ring=ring)
     reporter.ready(TokenizerInfo(vocab_size=vocabulary.size, has_chat_template=template is not None))
     while True:
         if reporter.heartbeat_due():
@@ -78,8 +80,10 @@ def one_turn(messages: Iterator[ToTokenizer]) -> Iterator[ToTokenizer]:
 class Worker:
     """One turn at a time: messages in, batch through the encoder, results out in order of arrival."""
 
-    def __init__(self, *, index: int, encoder: PromptEncoder, pipes: Pipes) -> None:
+    def __init__(self, *, index: int, encoder: PromptEncoder, pipes: Pipes, ring: RingWriter[TurnRecord]) -> None:
+        """ring: where each turn is recorded."""
         self._index = index
+        self._ring = ring
         self._encoder = encoder
         self._pipes = pipes
         self._runner = pipes.sender("runner.requests")
@@ -89,10 +93,12 @@ class Worker:
     def turn(self, messages: Iterable[ToTokenizer]) -> None:
         """Encode and pass on. A request is dropped when all its choices are aborted within the same turn; the aborts
         themselves always go on, behind whatever they may refer to."""
+        begin = time.monotonic_ns()
         arrived = list(messages)
         aborted = {message.rid for message in arrived if isinstance(message, Abort)}
         kept = [message for message in arrived if isinstance(message, Abort) or not _all_aborted(message, aborted)]
         outcomes = iter(self._encoder.encode([message for message in kept if not isinstance(message, Abort)]))
+        middle, tokens = time.monotonic_ns(), self._counts["prompt_tokens"]
         encoded: defaultdict[int, list[Generate]] = defaultdict(list)
         for message in kept:
             outcome = message if isinstance(message, Abort) else next(outcomes)
@@ -106,6 +112,8 @@ class Worker:
         for requests in encoded.values():
             self._report(requests)
         self._counts["dropped"] += len(arrived) - len(kept)
+        tokens = self._counts["prompt_tokens"] - tokens
+        self._ring.write((begin, middle, time.monotonic_ns(), len(arrived), tokens, 0, self._runner.backlog))
 
     def flush(self) -> bool:
         """Move what waits towards its readers; False while gpu_runner is too far behind to take more."""

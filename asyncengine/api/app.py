@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import socket
+from collections.abc import Sequence
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -18,9 +20,10 @@ MIN_BODY_BYTES = 4 * 1024 * 1024
 BODY_BYTES_PER_TOKEN = 16
 """A token id and its comma take at most 12 bytes of JSON, a token's text rarely more than 8."""
 BACKLOG = 2048
-ACCEPTORS = 8
+ACCEPTORS = 32
 """Duplicates of the listening socket. uvloop accepts one connection a socket and turn of the loop; with hundreds of
-streams to write a turn takes milliseconds, and new clients would queue for more than a second."""
+streams to write a turn takes ten milliseconds, and new clients would queue for a second. Each one costs every accept a
+system call."""
 SHUTDOWN_SECONDS = 2.0
 """How long `cleanup` waits for handlers, which end at once when the engine has been closed before."""
 
@@ -40,6 +43,16 @@ async def run_app(backend: Backend, host: str, port: int) -> web.AppRunner:
 
     Raises `StartupError` when the address cannot be had.
     """
+    return await run_app_on(backend, bind(host, port))
+
+
+async def run_app_on(
+    backend: Backend, sockets: Sequence[socket.socket], *, acceptors: int = ACCEPTORS
+) -> web.AppRunner:
+    """Serve `backend` on bound sockets, which the runner then owns.
+
+    Raises `StartupError` when they cannot listen.
+    """
     # without handler_cancellation a client that is gone would go unnoticed until the next write
     runner = web.AppRunner(
         make_app(backend),
@@ -51,29 +64,48 @@ async def run_app(backend: Backend, host: str, port: int) -> web.AppRunner:
     logger.addFilter(_is_no_clients_fault)
     await runner.setup()
     try:
-        for listener in _listen(host, port):
-            for _ in range(ACCEPTORS - 1):
+        for listener in sockets:
+            for _ in range(acceptors - 1):
                 await web.SockSite(runner, listener.dup(), backlog=BACKLOG).start()
             await web.SockSite(runner, listener, backlog=BACKLOG).start()
     except OSError as error:
         await runner.cleanup()
-        reason = "the port is already in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
-        raise StartupError(f"cannot listen on {host}:{port}: {reason}") from error
+        host, port, *_ = sockets[0].getsockname()
+        raise cannot_listen(host, port, error) from error
     return runner
 
 
-def _listen(host: str, port: int) -> list[socket.socket]:
-    """A listening socket for each address of `host`, all on one port; raises OSError."""
-    listeners: list[socket.socket] = []
+def freeze_start_up() -> None:
+    """Exempt from garbage collection what start-up has made: it lives as long as the process, and to look through it
+    again would stop all streams for tens of milliseconds. For processes that do nothing but serve."""
+    gc.collect()
+    gc.freeze()
+
+
+def bind(host: str, port: int) -> list[socket.socket]:
+    """A bound socket for each address of `host`, all on one port; nobody can connect before it listens.
+
+    Raises `StartupError`.
+    """
+    sockets: list[socket.socket] = []
     try:
         for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            chosen = listeners[0].getsockname()[1] if listeners else port
-            listeners.append(socket.create_server((address[0], chosen), family=family, backlog=BACKLOG))
-    except OSError:
-        for listener in listeners:
-            listener.close()
-        raise
-    return listeners
+            sockets.append(socket.socket(family, socket.SOCK_STREAM))
+            sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sockets[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sockets[-1].bind((address[0], sockets[0].getsockname()[1] or port))
+    except OSError as error:
+        for opened in sockets:
+            opened.close()
+        raise cannot_listen(host, port, error) from error
+    return sockets
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> StartupError:
+    """What to raise for `error`."""
+    reason = "the port is already in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+    return StartupError(f"cannot listen on {host}:{port}: {reason}")
 
 
 def bound_port(runner: web.AppRunner) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
 from asyncengine.engine_info import EngineInfo, Health
@@ -10,6 +10,17 @@ from asyncengine.sampling import SamplingParams
 from asyncengine.streams import ChatPrompt, Delta
 
 Prompt = str | Sequence[int] | ChatPrompt
+
+
+class Subscription(Protocol):
+    """See `asyncengine.streams.RequestStream`."""
+
+    @property
+    def over(self) -> bool: ...
+
+    def take(self) -> list[Delta]: ...
+
+    def close(self) -> None: ...
 
 
 class Backend(Protocol):
@@ -24,3 +35,7 @@ class Backend(Protocol):
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, namespace: str = ""
     ) -> AsyncGenerator[Delta, None]: ...
+
+    def subscribe(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, listener: Callable[[], None], namespace: str = ""
+    ) -> Subscription: ...

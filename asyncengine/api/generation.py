@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, closing
 
 from aiohttp import web
 
 from asyncengine.api.backend import Backend, Prompt
 from asyncengine.api.errors import INTERNAL_ERROR, error_json
 from asyncengine.api.merge import News, merge
+from asyncengine.api.relay import Relay
 from asyncengine.api.shapes import Answer, Shape
 from asyncengine.api.sse import DONE, EventStream, event
 from asyncengine.api.usage import UsageCounter
@@ -48,40 +49,44 @@ class Generation:
         """The answer as events. Raises `EngineError` before anything is sent, and then no more: a failure after that
         is the stream's last event. Of several prompts one may be refused when another's text is already out."""
         out = EventStream(request, headers)
-        async with aclosing(self._news()) as batches:
-            first = await anext(batches)
+        with closing(Relay(self._backend, self._prompts, self._params, events=self._events, out=out)) as relay:
+            first = await relay.first()
             try:
-                async with out:
-                    await self._send(out, first, batches)
-                    await out.close()
+                await out.start(first)
+                await out.close(await self._rest(relay))
             except ConnectionError:
                 pass  # the client is gone: leaving this block is all there is to do
         return out.response
 
-    async def _send(self, out: EventStream, first: News, rest: AsyncGenerator[News, None]) -> None:
+    async def _rest(self, relay: Relay) -> bytes:
+        """Relay all there is; returns how the stream ends."""
         try:
-            await out.send(self._chunks(first))
-            async for news in rest:
-                await out.send(self._chunks(news))
-            usage = self._shape.usage_chunk(self._usage.total()) if self._include_usage else b""
-            await out.send(usage + DONE)
+            await relay.run()
         except EngineError as error:
-            await out.send(event(error_json(error)))
+            return event(error_json(error))
         except ConnectionError:
             raise
         except Exception:  # the status is sent: the stream itself must tell that it is incomplete
             logger.exception("a stream failed")
-            await out.send(event(error_json(INTERNAL_ERROR)))
+            return event(error_json(INTERNAL_ERROR))
+        return (self._shape.usage_chunk(self._usage.total()) if self._include_usage else b"") + DONE
+
+    def _events(self, news: News) -> bytes:
+        self._count(news)
+        if len(news) == 1:
+            return self._shape.chunk(*news[0])
+        return b"".join([self._shape.chunk(index, delta) for index, delta in news])
 
     async def _news(self) -> AsyncGenerator[News, None]:
         streams = [self._backend.generate(prompt, self._params) for prompt in self._prompts]
         async with aclosing(merge(streams, self._params.n)) as batches:
             async for news in batches:
-                for index, delta in news:
-                    if delta.finish_reason == "abort":
-                        raise EngineDeadError("the engine stopped before the answer was complete", code="aborted")
-                    self._usage.add(index, delta)
+                self._count(news)
                 yield news
 
-    def _chunks(self, news: News) -> bytes:
-        return b"".join([self._shape.chunk(index, delta) for index, delta in news])
+    def _count(self, news: News) -> None:
+        """Raises `EngineDeadError` for an end that nobody asked for."""
+        for index, delta in news:
+            if delta.finish_reason == "abort":
+                raise EngineDeadError("the engine stopped before the answer was complete", code="aborted")
+            self._usage.add(index, delta)

@@ -14,7 +14,7 @@ _LONE_SURROGATE = re.compile(
     rb"(?<!\\)(?:\\\\)*(?P<lone>\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|[c-fC-F][0-9a-fA-F]{2}))"
 )
 _SURROGATE_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
-_PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_PATH = re.compile(r" - at (?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 
@@ -57,12 +57,14 @@ def _lone_surrogate_offset(body: bytes) -> int | None:
 
 def _wrong_value(message: str, body: bytes) -> InvalidRequestError:
     at = _PATH.search(message)
-    path = at["path"] if at else ""
+    path = at["path"].removesuffix("[...]") if at else ""  # what the parser calls any value of a map
     what = message[: at.start()] if at else message
     missing = _MISSING.search(what)
     if missing:
         param = f"{path}.{missing['name']}" if path else missing["name"]
         return InvalidRequestError(f"{param} is required", code="missing_required_parameter", param=param)
+    if at and at["key"]:
+        what = f"a name in it: {what}"
     if not path:
         return InvalidRequestError(f"the body must be a JSON object: {what}", code="invalid_type")
     return InvalidRequestError(f"{path}: {what}{_shown_value(body, path)}", code="invalid_value", param=path)

@@ -6,6 +6,7 @@ from typing import Any
 
 from asyncengine.api.schema import (
     MAX_CHOICES,
+    MAX_LOGPROBS_AT_ONCE,
     MAX_PLAIN_DATA_DEPTH,
     MAX_PROMPTS,
     ChatRequest,
@@ -35,6 +36,12 @@ def completion_prompts(request: CompletionRequest) -> list[str | list[int]]:
             f"a request may have {MAX_PROMPTS} prompts, and {MAX_CHOICES} prompts times n; "
             f"got {len(given)} prompts and n {request.num_choices}",
             param="prompt",
+        )
+    if len(given) * request.num_choices * (1 + (request.logprobs or 0)) > MAX_LOGPROBS_AT_ONCE:
+        raise InvalidRequestError(
+            f"prompts times n times (1 + logprobs) may be {MAX_LOGPROBS_AT_ONCE} in one request; "
+            f"got {len(given)} prompts, n {request.num_choices} and logprobs {request.logprobs}",
+            param="logprobs",
         )
     for position, prompt in enumerate(given):
         if prompt == []:

@@ -66,15 +66,17 @@ class Routes:
         asked: GenerationRequest = parsed.request
         if asked.model is not None:
             self._check_model(asked.model)
+        params = asked.sampling_params()
         options = asked.stream_options
         include_usage = options is not None and bool(options.include_usage)
         generation = Generation(
             backend=self._backend,
             prompts=prompts,
-            params=asked.sampling_params(),
+            params=params,
             shape=shape(
                 self._backend.info.model,
                 token_ids=bool(asked.return_token_ids),
+                logprobs=params.logprobs is not None,
                 include_usage=include_usage,
                 continuous_usage=options is not None and bool(options.continuous_usage_stats),
             ),

@@ -12,6 +12,8 @@ from asyncengine.api.unsupported import NO_EFFECT_IN_CHAT, NO_EFFECT_IN_COMPLETI
 from asyncengine.errors import InvalidRequestError
 from asyncengine.sampling import (
     INT32_MAX,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
     MAX_N,
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
@@ -22,6 +24,8 @@ from asyncengine.sampling import (
 MAX_PROMPTS = 256
 MAX_CHOICES = 1024
 """Prompts times `n` in one request."""
+MAX_LOGPROBS_AT_ONCE = 4096
+"""Choices of one request times the log-probabilities that each reports of a token."""
 MAX_MESSAGES = 4096
 MAX_TOOL_CALLS = 128
 MAX_PLAIN_DATA_DEPTH = 32
@@ -29,6 +33,9 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 TokenCount = Annotated[int, Meta(ge=1, le=INT32_MAX)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+LogprobCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Name = Annotated[str, Meta(max_length=512)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
@@ -58,6 +65,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     top_p: Fraction | None = None
     top_k: Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None = None
     min_p: Fraction | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
@@ -76,6 +87,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         """`n`: choices per prompt."""
         return 1 if self.n is None else self.n
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """`SamplingParams.logprobs`; the two endpoints ask for it in ways of their own."""
+        return None
+
     def sampling_params(self) -> SamplingParams:
         """Raises `InvalidRequestError` where fields contradict each other."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -87,6 +103,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
             top_k=self.top_k or 0,
             top_p=1.0 if self.top_p is None else self.top_p,
             min_p=self.min_p or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            logit_bias=tuple((self.logit_bias or {}).items()),
+            logprobs=self.num_logprobs,
             seed=self.seed,
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
@@ -102,6 +123,11 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
 
     prompt: str | list[str | TokenId | list[TokenId]]
     max_tokens: TokenCount | None = DEFAULT_COMPLETION_TOKENS
+    logprobs: LogprobCount | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,8 +154,14 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     """Body of /v1/chat/completions. Without `max_tokens` an answer may fill the model's context."""
 
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    logprobs: bool | None = None
+    top_logprobs: LogprobCount | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: Annotated[dict[str, TemplateValue], Meta(max_length=16)] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 R = TypeVar("R", bound=GenerationRequest)
@@ -159,6 +191,8 @@ def parse_chat(body: bytes) -> Parsed[ChatRequest]:
     """Raises `InvalidRequestError`."""
     request = decode_body(body, _CHAT)
     _check_stream_options(request)
+    if request.top_logprobs and not request.logprobs:
+        raise InvalidRequestError("top_logprobs is only allowed when logprobs is true", param="top_logprobs")
     given = decode_body(body, _FIELDS)
     return Parsed(request, ignored_fields(given, ChatRequest.__struct_fields__, NO_EFFECT_IN_CHAT))
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from asyncengine.api.logprobs import ChatLogprobsJson, CompletionLogprobsJson, chat_logprobs, completion_logprobs
 from asyncengine.api.sse import event
 from asyncengine.api.usage import Usage, usage_of
+from asyncengine.logprobs import TokenLogprob
 from asyncengine.streams import Delta
 
 encode = msgspec.json.encode
@@ -24,12 +26,14 @@ class Answer:
     def __init__(self) -> None:
         self._texts: list[str] = []
         self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
 
     def add(self, delta: Delta) -> None:
         self._texts.append(delta.text)
         self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
     @property
@@ -42,7 +46,7 @@ class ChoiceJson(msgspec.Struct, frozen=True, kw_only=True):
     there when a stop token or string of the request ended the choice, the second when asked for."""
 
     index: int
-    logprobs: None = None
+    logprobs: CompletionLogprobsJson | ChatLogprobsJson | None = None
     finish_reason: str | None
     stop_reason: int | str | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
@@ -74,23 +78,33 @@ class ResponseJson(msgspec.Struct, frozen=True, kw_only=True):
 class Shape(ABC):
     """Writes one response. What its chunks have in common is encoded once.
 
-    token_ids: choices carry their token ids. include_usage: a last chunk with the total usage is promised, so the
-    others say null. continuous_usage: every chunk with news carries its choice's usage so far.
+    token_ids: choices carry their token ids. logprobs: whole choices have log-probabilities, though perhaps of no
+    token; a chunk has those that its delta has, else null. include_usage: a last chunk with the total usage is
+    promised, so the others say null. continuous_usage: every chunk with news carries its choice's usage so far.
     """
 
     id_prefix: ClassVar[str]
     object: ClassVar[str]
     chunk_object: ClassVar[str]
+    text_members: ClassVar[tuple[bytes, bytes]]
+    """What comes before and after a choice's text in a chunk."""
 
-    def __init__(self, model: str, *, token_ids: bool, include_usage: bool, continuous_usage: bool) -> None:
+    def __init__(
+        self, model: str, *, token_ids: bool, logprobs: bool, include_usage: bool, continuous_usage: bool
+    ) -> None:
         self._id = f"{self.id_prefix}-{secrets.token_hex(12)}"
         self._created = int(time.time())
         self._model = model
         self._token_ids = token_ids
+        self._logprobs = logprobs
         self._continuous_usage = continuous_usage
         head = {"id": self._id, "object": self.chunk_object, "created": self._created, "model": model}
         self._head = encode(head)[:-1] + b',"choices":['
         self._tail = b',"usage":null}' if include_usage else b"}"
+        self._text_is_all = not token_ids and not continuous_usage
+        before, after = self.text_members
+        self._before_text = b"data: " + self._head.replace(b"%", b"%%") + b'{"index":%d,' + before
+        self._after_text = after + b',"logprobs":null,"finish_reason":null}]' + self._tail + b"\n\n"
 
     @abstractmethod
     def chunk(self, index: int, delta: Delta) -> bytes:
@@ -98,6 +112,9 @@ class Shape(ABC):
 
     @abstractmethod
     def _choice(self, index: int, answer: Answer) -> ChoiceJson: ...
+
+    @abstractmethod
+    def _logprobs_json(self, entries: Sequence[TokenLogprob]) -> CompletionLogprobsJson | ChatLogprobsJson: ...
 
     def usage_chunk(self, usage: Usage) -> bytes:
         """The event after the last choice has finished."""
@@ -112,14 +129,22 @@ class Shape(ABC):
         return encode(response)
 
     def _has_news(self, delta: Delta) -> bool:
-        if delta.text or delta.finish_reason is not None:
+        if delta.text or delta.logprobs or delta.finish_reason is not None:
             return True
         return bool(delta.token_ids) and (self._token_ids or self._continuous_usage)
+
+    def _is_text_only(self, delta: Delta) -> bool:
+        """What nearly all deltas are: `_text_event` writes them at a fraction of the cost."""
+        return self._text_is_all and delta.finish_reason is None and not delta.logprobs and delta.text != ""
+
+    def _text_event(self, index: int, text: str) -> bytes:
+        return self._before_text % index + encode(text) + self._after_text
 
     def _event(self, index: int, content: bytes, delta: Delta) -> bytes:
         """content: the JSON members that hold the choice's text."""
         finish = b"null" if delta.finish_reason is None else b'"%b"' % delta.finish_reason.encode()
-        parts = [self._head, b'{"index":%d,' % index, content, b',"logprobs":null,"finish_reason":', finish]
+        logprobs = encode(self._logprobs_json(delta.logprobs)) if delta.logprobs else b"null"
+        parts = [self._head, b'{"index":%d,' % index, content, b',"logprobs":', logprobs, b',"finish_reason":', finish]
         if delta.stop_reason is not None:
             parts += (b',"stop_reason":', encode(delta.stop_reason))
         if self._token_ids:
@@ -133,22 +158,32 @@ class Shape(ABC):
     def _ids(self, answer: Answer) -> list[int] | UnsetType:
         return answer.token_ids if self._token_ids else UNSET
 
+    def _logprobs_of(self, answer: Answer) -> CompletionLogprobsJson | ChatLogprobsJson | None:
+        return self._logprobs_json(answer.logprobs) if self._logprobs else None
+
 
 class CompletionShape(Shape):
     id_prefix = "cmpl"
     object = chunk_object = "text_completion"
+    text_members = (b'"text":', b"")
 
     def chunk(self, index: int, delta: Delta) -> bytes:
+        if self._is_text_only(delta):
+            return self._text_event(index, delta.text)
         return self._event(index, b'"text":' + encode(delta.text), delta) if self._has_news(delta) else b""
 
     def _choice(self, index: int, answer: Answer) -> ChoiceJson:
         return CompletionChoiceJson(
             index=index,
             text=answer.text,
+            logprobs=self._logprobs_of(answer),
             finish_reason=answer.finish_reason,
             stop_reason=UNSET if answer.stop_reason is None else answer.stop_reason,
             token_ids=self._ids(answer),
         )
+
+    def _logprobs_json(self, entries: Sequence[TokenLogprob]) -> CompletionLogprobsJson:
+        return completion_logprobs(entries, token_ids=self._token_ids)
 
 
 class ChatShape(Shape):
@@ -157,10 +192,19 @@ class ChatShape(Shape):
     id_prefix = "chatcmpl"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    text_members = (b'"delta":{"content":', b"}")
     _ROLE = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
 
-    def __init__(self, model: str, *, token_ids: bool, include_usage: bool, continuous_usage: bool) -> None:
-        super().__init__(model, token_ids=token_ids, include_usage=include_usage, continuous_usage=continuous_usage)
+    def __init__(
+        self, model: str, *, token_ids: bool, logprobs: bool, include_usage: bool, continuous_usage: bool
+    ) -> None:
+        super().__init__(
+            model,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            include_usage=include_usage,
+            continuous_usage=continuous_usage,
+        )
         self._begun: set[int] = set()
 
     def chunk(self, index: int, delta: Delta) -> bytes:
@@ -168,6 +212,8 @@ class ChatShape(Shape):
         if index not in self._begun:
             self._begun.add(index)
             role = event(self._head + b'{"index":%d,' % index + self._ROLE + self._tail)
+        if self._is_text_only(delta):
+            return role + self._text_event(index, delta.text)
         if not self._has_news(delta):
             return role
         content = b'"delta":{"content":' + encode(delta.text) + b"}" if delta.text else b'"delta":{}'
@@ -177,7 +223,11 @@ class ChatShape(Shape):
         return ChatChoiceJson(
             index=index,
             message=AssistantMessageJson(content=answer.text),
+            logprobs=self._logprobs_of(answer),
             finish_reason=answer.finish_reason,
             stop_reason=UNSET if answer.stop_reason is None else answer.stop_reason,
             token_ids=self._ids(answer),
         )
+
+    def _logprobs_json(self, entries: Sequence[TokenLogprob]) -> ChatLogprobsJson:
+        return chat_logprobs(entries, token_ids=self._token_ids)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from types import TracebackType
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 DONE = b"data: [DONE]\n\n"
 SLOW_CLIENT_SECONDS = 120.0
@@ -20,49 +20,52 @@ def event(json: bytes) -> bytes:
 
 
 class EventStream:
-    """A response that is being written, as `async with`. Entering sends the status: nothing may be refused after it.
+    """A response that is being written: `start`, then `push` as often as there is something, then `close`.
 
-    One timer for the whole stream looks whether the same write is waiting as when it looked last. A time-out of its own
-    for each write would cost more than the write.
+    `start`, `drain` and `close` wait while the client is behind; they raise ConnectionError, or are cancelled, when it
+    is gone. `push` never waits, so that it can be called from anywhere in the event loop: whoever calls it looks at
+    `behind` first, and waits for `drain` where that is so.
     """
 
     def __init__(self, request: web.Request, headers: Mapping[str, str]) -> None:
         self._request = request
+        self._protocol = request.protocol
+        self._chunked = request.version >= HttpVersion11
         self.response = web.StreamResponse(headers={**HEADERS, **headers})
-        self._writes = 0  # odd while one is waiting
-        self._seen_writes = 0
-        self._watch: asyncio.TimerHandle | None = None
 
-    async def __aenter__(self) -> EventStream:
-        await self.response.prepare(self._request)
-        self._watch_again()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-
-    async def send(self, events: bytes) -> None:
-        """One write. Waits while the client is behind; raises ConnectionError, or is cancelled, when it is gone."""
-        if events:
-            self._writes += 1
+    async def start(self, events: bytes) -> None:
+        """Send the status, after which nothing may be refused, and the first events."""
+        async with self._patience():
+            await self.response.prepare(self._request)
             await self.response.write(events)
-            self._writes += 1
 
-    async def close(self) -> None:
-        self._writes += 1
-        await self.response.write_eof()
-        self._writes += 1
+    @property
+    def behind(self) -> bool:
+        """The client leaves all buffers full."""
+        return self._protocol.writing_paused
 
-    def _watch_again(self) -> None:
-        self._watch = asyncio.get_running_loop().call_later(SLOW_CLIENT_SECONDS, self._look)
+    def push(self, events: bytes) -> None:
+        """Write now. To a client that is gone nothing is written: its handler is about to be cancelled."""
+        transport = self._protocol.transport
+        if transport is not None and not transport.is_closing():
+            # the framing of aiohttp's own writer, without its coroutine for each write
+            transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
 
-    def _look(self) -> None:
-        stuck = self._writes % 2 == 1 and self._writes == self._seen_writes
-        self._seen_writes = self._writes
-        if not stuck:
-            self._watch_again()
-        elif self._request.transport is not None:
-            self._request.transport.abort()
+    async def drain(self) -> None:
+        async with self._patience():
+            await self._request.writer.drain()
+
+    async def close(self, events: bytes) -> None:
+        """Send the last events and the end of the response."""
+        async with self._patience():
+            await self.response.write_eof(events)
+
+    @asynccontextmanager
+    async def _patience(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(SLOW_CLIENT_SECONDS):
+                yield
+        except TimeoutError:
+            if self._protocol.transport is not None:
+                self._protocol.transport.abort()
+            raise ConnectionResetError("the client has stopped reading") from None

@@ -11,6 +11,7 @@ untracked by the garbage collector; each pipe has one `Decoder` over the union o
     detokenizer -> engine              Deltas
     tokenizer -> engine                Encoded | Failed
     gpu_runner -> engine               Failed
+    supervisor -> engine               EngineStatus                       (where API workers are processes of their own)
     every sidecar -> supervisor        Progress | Ready | Heartbeat | Fatal
 """
 
@@ -114,12 +115,13 @@ class StopHit(Wire, frozen=True, tag=11):
 
 class DetokenizeOptions(Wire, frozen=True, tag=20):
     """How one row's tokens become text. `prompt_tail`: int32 array, the prompt's last ids (context for decoders that
-    need some)."""
+    need some). `logprobs`: the row's tokens come with log-probabilities."""
 
     stop: tuple[str, ...]
     skip_special_tokens: bool
     include_stop_str_in_output: bool
     prompt_tail: bytes
+    logprobs: bool = False
 
 
 class Open(Wire, frozen=True, tag=21):
@@ -138,6 +140,10 @@ class StepFrame(Wire, frozen=True, tag=22):
 
     slots, gens, tokens: int32 [R]; token -1 where the row ends without a new token (abort).
     finish: uint8 [R], a `Finish`; with STOP the row's token is the stop id itself.
+    Log-probabilities, all b"" in a step that none was asked of. logprob_rows: int32 [L], the rows that have them,
+    ascending indices below R, each with a token; logprobs: float32 [L], of the row's token. top_ends: int32 [L], end
+    offset of each row's most likely tokens in top_ids (int32) and top_logprobs (float32): falling log-probability,
+    smaller id first among equals.
     """
 
     step: int
@@ -146,9 +152,32 @@ class StepFrame(Wire, frozen=True, tag=22):
     tokens: bytes
     finish: bytes
     opens: tuple[Open, ...] = ()
+    logprob_rows: bytes = b""
+    logprobs: bytes = b""
+    top_ends: bytes = b""
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
 
 
 # --------------------------------------------------------------------------------------------- detokenizer -> engine
+
+
+class LogprobColumns(Wire, frozen=True, tag=33):
+    """Log-probabilities of E tokens of the K requests of a `Deltas`; a token's I items are the chosen one and then the
+    most likely ones at its position, falling.
+
+    ends: int32 [K], end offset of each request's tokens. text_offsets: int32 [E], characters of the request's text
+    before the token. item_ends: int32 [E], end offset of each token's items, at least one. ids: int32 [I]. logprobs:
+    float32 [I]. token_bytes: blob of the items' bytes, `token_ends`: int32 [I], end offset of each.
+    """
+
+    ends: bytes
+    text_offsets: bytes
+    item_ends: bytes
+    ids: bytes
+    logprobs: bytes
+    token_bytes: bytes
+    token_ends: bytes
 
 
 class Deltas(Wire, frozen=True, tag=30):
@@ -159,6 +188,9 @@ class Deltas(Wire, frozen=True, tag=30):
     finish: uint8 [K]. stop_reason: int32 [K]; with STOP the token id, with STOP_STRING the index in `stop`, with ERROR
     the id that the vocabulary does not have (not among `ids`), else -1.
     prompt_tokens, cached_tokens: int32 [K].
+    logprobs: None unless a request asked. A request's entries belong to its first tokens in order and come with the
+    text those tokens began, so they may come later than the token's id, and not at all (see
+    `detokenizer_proc.logprob_gate`).
     """
 
     rids: bytes
@@ -170,6 +202,7 @@ class Deltas(Wire, frozen=True, tag=30):
     stop_reason: bytes
     prompt_tokens: bytes
     cached_tokens: bytes
+    logprobs: LogprobColumns | None = None
 
 
 class Encoded(Wire, frozen=True, tag=31):
@@ -188,6 +221,20 @@ class Failed(Wire, frozen=True, tag=32):
     message: str
     code: str
     param: str | None
+
+
+class EngineStatus(Wire, frozen=True, tag=34):
+    """How the engine is, for an API worker, which does not watch the sidecars itself; sent again and again.
+
+    state, detail: as in `engine_info.Health`; "failed" and "closed" end the worker. info: the fields of `EngineInfo`,
+    none in these.
+    gauges: gpu_runner's latest.
+    """
+
+    state: str
+    detail: str
+    info: dict[str, Any]
+    gauges: dict[str, int]
 
 
 # ---------------------------------------------------------------------------------------------- sidecar -> supervisor
@@ -233,12 +280,33 @@ ToTokenizer = EncodeText | EncodeIds | EncodeChat | Abort
 ToRunner = Generate | Abort
 ToRunnerControl = Abort | StopHit
 ToDetokenizer = StepFrame
-ToEngine = Deltas | Encoded | Failed
+ToEngine = Deltas | Encoded | Failed | EngineStatus
 ToSupervisor = Progress | Ready | Heartbeat | Fatal
 
 
+class MemoryAccount(msgspec.Struct, frozen=True, kw_only=True):
+    """What gpu_runner takes of its device's memory, measured when it was ready. Bytes.
+
+    total: of the GPU; on a CPU, what was available. limit: the most it may use. used: what it does. workspace: buffers
+    of a step. context: what the driver and loaded kernels hold. graphs: captured graphs and what they compute in.
+    """
+
+    total_bytes: int = 0
+    limit_bytes: int = 0
+    used_bytes: int = 0
+    weight_bytes: int = 0
+    workspace_bytes: int = 0
+    context_bytes: int = 0
+    graph_bytes: int = 0
+    kv_cache_bytes: int = 0
+
+
 class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """`Ready.info` of gpu_runner (convert with `msgspec.convert`)."""
+    """`Ready.info` of gpu_runner (convert with `msgspec.convert`).
+
+    num_graphs, num_kernels: captured, and launched by them; 0 on a CPU. kernels_compiled: those that were not in the
+    kernel cache.
+    """
 
     device: str
     dtype: str
@@ -248,6 +316,10 @@ class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_pages: int
     weight_bytes: int
     kv_cache_bytes: int
+    memory: MemoryAccount = MemoryAccount()
+    num_graphs: int = 0
+    num_kernels: int = 0
+    kernels_compiled: int = 0
 
 
 class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):

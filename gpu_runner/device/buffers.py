@@ -1,7 +1,8 @@
-"""How a step's host data reaches the device in one copy, and its results come back in one.
+"""How a step's host data reaches the device in one piece, and its results come back in one.
 
 Every array of a plan is written, one behind the other, into one int32 buffer of the host (`kernels.upload_layout` says
-where); one copy takes the used part to a buffer of the device. Buffers are pinned on CUDA and allocated once.
+where), whose used part the step copies to the device. Buffers are pinned on CUDA, where the step's own kernels read and
+write them (`kernels.host_ring`), and allocated once.
 """
 
 from __future__ import annotations
@@ -11,20 +12,28 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncengine.config import PAGE_SIZE
+from asyncengine.config import MAX_BIAS_IDS, PAGE_SIZE
 from gpu_runner.device.sampling_path import SamplingPath
 from gpu_runner.device.stream import Mark
 from gpu_runner.kernels import upload_layout
+from gpu_runner.kernels.result_layout import Results, result_words, token_words
 from gpu_runner.kernels.upload_layout import Upload
-from gpu_runner.schedule.plan import Int32, StepPlan
+from gpu_runner.schedule.plan import Int32, StartRows, StepLogprobs, StepPlan
+
+MAX_IN_FLIGHT = 2
+RING_DEPTH = MAX_IN_FLIGHT + 1
+"""Buffers of the host that steps use in turn; see `Executor`."""
 
 
 class PackedStep(NamedTuple):
     """What the host knows of a step in an upload buffer: enough to choose what is run, and how far to copy."""
 
-    words: int  # used part of the buffer
+    turn: int  # index of its ring slot
+    words: int  # used part of the upload buffer
+    result_words: int  # of the results that the host reads
     bucket: int
     path: SamplingPath
     num_decode_rows: int
@@ -38,42 +47,58 @@ class PackedStep(NamedTuple):
         return len(self.row_len)
 
 
-class Prefixes:
-    """Beginnings of a buffer as views that are made once.
-
-    To slice a tensor costs the host more than to copy the words that a length rounded up to a power of two adds.
-    """
-
-    def __init__(self, buffer: Tensor) -> None:
-        """buffer: [words]."""
-        self._views = tuple(buffer[: 1 << bits] for bits in range((len(buffer) - 1).bit_length() + 1))
-
-    def holding(self, words: int) -> Tensor:
-        """At least the first `words` words; of buffers of one size, equally many."""
-        return self._views[(words - 1).bit_length()]
-
-
 @dataclass(frozen=True, slots=True)
 class RingSlot:
     """The host buffers of one step in flight. They may be written once `mark`, recorded behind the step, was waited
     for."""
 
-    upload: Prefixes  # of [upload_words] int32
-    results: Tensor  # [2, num_slots] int32: tokens, finish values
+    upload: Tensor  # [upload_words] int32
+    results: Tensor  # [result_words] int32
     upload_array: Int32  # the memory of `upload`
-    results_array: Int32  # the memory of `results`
+    times: NDArray[np.int64]  # [2] of `results`, as the two below
+    tokens: Int32  # [num_slots]
+    finish: Int32  # [num_slots]
+    logprobs: NDArray[np.float32]  # [num_slots]
+    num_tops: Int32  # [num_slots]
+    top_ids: Int32  # [num_slots, MAX_TOP_LOGPROBS]
+    top_logprobs: NDArray[np.float32]  # [num_slots, MAX_TOP_LOGPROBS]
     mark: Mark
 
     @classmethod
     def allocate(cls, *, upload_words: int, num_slots: int, pinned: bool, mark: Mark) -> RingSlot:
         upload = torch.empty(upload_words, dtype=torch.int32, pin_memory=pinned)
-        results = torch.empty(2, num_slots, dtype=torch.int32, pin_memory=pinned)
+        results = torch.empty(result_words(num_slots), dtype=torch.int32, pin_memory=pinned)
+        parts = Results.of(results)
         return cls(
-            upload=Prefixes(upload),
+            upload=upload,
             results=results,
             upload_array=upload.numpy(),
-            results_array=results.numpy(),
+            times=parts.times.numpy(),
+            tokens=parts.tokens.numpy(),
+            finish=parts.finish.numpy(),
+            logprobs=parts.logprobs.numpy(),
+            num_tops=parts.num_tops.numpy(),
+            top_ids=parts.top_ids.numpy(),
+            top_logprobs=parts.top_logprobs.numpy(),
             mark=mark,
+        )
+
+    def wanted_words(self, path: SamplingPath) -> int:
+        """How much of the results the host reads behind a step of that path."""
+        return len(self.results) if path.logprobs else token_words(len(self.tokens))
+
+    def read_logprobs(self, rows: Int32) -> StepLogprobs:
+        """Of those of `rows` that got a token; copies."""
+        rows = rows[self.tokens[rows] >= 0]
+        counts = self.num_tops[rows]
+        most = int(counts.max(initial=0))
+        listed = np.arange(most, dtype=np.int32) < counts[:, None]
+        return StepLogprobs(
+            rows=rows,
+            logprobs=self.logprobs[rows],
+            top_ends=np.cumsum(counts, dtype=np.int32),
+            top_ids=self.top_ids[:, :most][rows][listed],
+            top_logprobs=self.top_logprobs[:, :most][rows][listed],
         )
 
 
@@ -82,8 +107,11 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE_SIZE)
 
 
-def pack(plan: StepPlan, path: SamplingPath, *, pages_per_seq: int, buffer: Int32) -> PackedStep:
-    """Write `plan` into `buffer`, the array of a ring slot's upload tensor."""
+def pack(
+    plan: StepPlan, path: SamplingPath, *, pages_per_seq: int, buffer: Int32, turn: int = 0, result_words: int = 0
+) -> PackedStep:
+    """Write `plan` into `buffer`, the `upload_array` of the ring slot at index `turn`. result_words: how much of the
+    step's results the host wants."""
     start = plan.start
     row: Int32 = np.arange(plan.num_rows, dtype=np.int32)
     only_decode = plan.num_decode_rows == len(row)
@@ -110,9 +138,20 @@ def pack(plan: StepPlan, path: SamplingPath, *, pages_per_seq: int, buffer: Int3
         limit=start.limit,
         min_tokens_until=start.min_tokens_until,
         stop_ids=start.stop_ids,
+        prompt_len=start.prompt_len,
+        presence_penalty=start.presence_penalty,
+        frequency_penalty=start.frequency_penalty,
+        repetition_penalty=start.repetition_penalty,
+        logprobs=start.logprobs,
+        num_bias=start.num_bias,
+        bias_cell=_bias_cells(start) if len(start.bias_ids) else start.bias_ids,
+        bias_id=start.bias_ids,
+        bias_value=start.bias_values,
     )
     return PackedStep(
-        words=upload_layout.pack(upload, buffer),
+        turn=turn,
+        words=upload_layout.pack(upload, buffer, result_words=result_words, turn=turn),
+        result_words=result_words,
         bucket=plan.bucket,
         path=path,
         num_decode_rows=plan.num_decode_rows,
@@ -121,3 +160,11 @@ def pack(plan: StepPlan, path: SamplingPath, *, pages_per_seq: int, buffer: Int3
         row_start=plan.row_start,
         row_len=plan.row_len,
     )
+
+
+def _bias_cells(start: StartRows) -> Int32:
+    """Where in the device's bias table, flat, each of the plan's biased ids has its place."""
+    first = np.cumsum(start.num_bias, dtype=np.int32) - start.num_bias
+    cells: Int32 = np.arange(len(start.bias_ids), dtype=np.int32)
+    cells += np.repeat(start.slot * np.int32(MAX_BIAS_IDS) - first, start.num_bias)
+    return cells

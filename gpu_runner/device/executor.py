@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
 import numpy as np
-from torch import Tensor
 
 from asyncengine.wire.messages import RunnerInfo
-from gpu_runner.device.buffers import PackedStep, RingSlot, pack
+from gpu_runner.device.buffers import MAX_IN_FLIGHT, RING_DEPTH, PackedStep, RingSlot, pack
 from gpu_runner.device.sampling_path import SamplingPaths
 from gpu_runner.device.stream import Stream
 from gpu_runner.kernels.upload_layout import upload_words
 from gpu_runner.models.config import ModelConfig
-from gpu_runner.schedule.plan import StepPlan, StepResult
-
-MAX_IN_FLIGHT = 2
-RING_DEPTH = MAX_IN_FLIGHT + 1
+from gpu_runner.schedule.plan import Int32, StepPlan, StepResult
 
 
 class StepRunner(Protocol):
     """How a device executes one packed step: `Step` or `GraphStep`."""
 
-    def run(self, step: PackedStep, upload: Tensor, results: Tensor) -> None:
-        """Queue it on the stream that is current. upload: the used part of a ring slot's buffer, or more of it, as
-        `Prefixes.holding` rounds. results: the ring slot's."""
+    def connect(self, ring: Sequence[RingSlot]) -> None:
+        """The host's buffers, which the steps to come use in turn, beginning with the first."""
+
+    def run(self, step: PackedStep) -> None:
+        """Queue it on the stream that is current. Its plan is in the ring slot whose turn it is, where its results
+        go."""
 
 
 class Executor:
@@ -76,8 +76,9 @@ class Executor:
             RingSlot.allocate(upload_words=words, num_slots=num_slots, pinned=pinned, mark=stream.mark())
             for _ in range(RING_DEPTH)
         ]
+        step.connect(self._ring)
         self._launched = 0
-        self._in_flight: deque[tuple[StepPlan, RingSlot]] = deque()
+        self._in_flight: deque[tuple[StepPlan, RingSlot, Int32 | None]] = deque()
 
     @property
     def in_flight(self) -> int:
@@ -91,25 +92,37 @@ class Executor:
         """
         if len(self._in_flight) == MAX_IN_FLIGHT:
             raise RuntimeError(f"{MAX_IN_FLIGHT} steps are in flight; collect one before launching step {plan.step}")
-        slot = self._ring[self._launched % RING_DEPTH]
-        packed = pack(plan, self._paths.choose(plan), pages_per_seq=self.pages_per_seq, buffer=slot.upload_array)
-        self._stream.submit(partial(self._step.run, packed, slot.upload.holding(packed.words), slot.results))
+        turn = self._launched % RING_DEPTH
+        slot = self._ring[turn]
+        path = self._paths.choose(plan)
+        packed = pack(
+            plan,
+            path,
+            pages_per_seq=self.pages_per_seq,
+            buffer=slot.upload_array,
+            turn=turn,
+            result_words=slot.wanted_words(path),
+        )
+        self._stream.submit(partial(self._step.run, packed))
         slot.mark.record()
         self._launched += 1
-        self._in_flight.append((plan, slot))
+        self._in_flight.append((plan, slot, self._paths.logprob_rows))
 
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight; there must be one.
 
         Raises what that step or one before it raised; the executor is then of no more use.
         """
-        plan, slot = self._in_flight.popleft()
+        plan, slot, logprob_rows = self._in_flight.popleft()
         slot.mark.wait()
         rows = plan.num_rows
         return StepResult(
             step=plan.step,
-            tokens=slot.results_array[0, :rows].copy(),
-            finish=slot.results_array[1, :rows].astype(np.uint8),
+            tokens=slot.tokens[:rows].copy(),
+            finish=slot.finish[:rows].astype(np.uint8),
+            device_begin_ns=int(slot.times[0]),
+            device_end_ns=int(slot.times[1]),
+            logprobs=None if logprob_rows is None else slot.read_logprobs(logprob_rows),
         )
 
     def close(self) -> None:

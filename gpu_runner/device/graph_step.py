@@ -1,7 +1,7 @@
 """One step on a GPU: two CUDA graphs, chosen by the host from a plan's sizes and replayed.
 
-    upload -> [forward graph: step_meta, work list, layers] -> [finish graph: head, sample, post_update] -> results
-               by token bucket and by whether rows prefill      by variant and row bucket
+    forward graph, by token bucket and by whether rows prefill     fetch, step_meta, work list, layers
+    finish graph, by variant and row bucket                        head, sample, post_update, deliver
 
 All that differs between steps of one size lies in device memory at fixed addresses: the uploaded plan, the state of the
 slots, the step's layout (`StepMeta`), the work lists. The graphs share one memory pool: they run one after the other on
@@ -10,27 +10,44 @@ one stream, and pass results on only through buffers allocated here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gpu_runner.device.buffers import PackedStep, Prefixes
+from asyncengine.config import PAGE_SIZE
+from gpu_runner.device.buffers import RING_DEPTH, PackedStep, RingSlot
 from gpu_runner.device.sampling_path import SamplingPath
 from gpu_runner.device.state import DeviceState
 from gpu_runner.device.step import DecoderLike
 from gpu_runner.kernels import norm_rope
 from gpu_runner.kernels.cuda_ops import CudaMeta
+from gpu_runner.kernels.host_ring import HostRing, deliver, fetch
 from gpu_runner.kernels.post_update import post_update
+from gpu_runner.kernels.result_layout import Results, result_words
 from gpu_runner.kernels.sample import Sampler
+from gpu_runner.kernels.sample_full import FullSampling
 from gpu_runner.kernels.step_meta import new_step_meta, step_meta
 from gpu_runner.kernels.work_list import allocate_work_list, build_work_list
 from gpu_runner.models.config import ModelConfig
 from gpu_runner.schedule.buckets import bucket_for, token_buckets
 
-Variant = Literal["none", "greedy", "sample", "filtered"]
-"""none: no row samples. greedy: all rows are. sample: no row has a filter. filtered: anything, min_tokens included."""
+Variant = Literal["none", "greedy", "sample", "filtered", "full"]
+"""none: no row samples. greedy: all rows are. sample: no row has a filter. filtered: any way to choose a token,
+min_tokens included. full: that, with penalties, logit bias and log-probabilities."""
+
+
+@dataclass(frozen=True, slots=True)
+class Uncaptured:
+    """Stands in for a graph: queues its kernels anew each time."""
+
+    replay: Callable[[], None]
+
+
+Graph = torch.cuda.CUDAGraph | Uncaptured
+Work = tuple[Callable[[], None], Callable[[Graph], None]]
 
 
 class GraphStep:
@@ -47,17 +64,22 @@ class GraphStep:
         max_step_tokens: int,
         upload_words: int,
         dtype: torch.dtype,
+        graphs: bool = True,
+        pdl: bool = True,
     ) -> None:
-        """max_rows: rows of any step. kv_cache: may be replaced until `capture`."""
+        """max_rows: rows of any step. kv_cache: may be replaced until `capture`. graphs, pdl: off to check that results
+        do not depend on them."""
         device = state.done.device
         self.kv_cache = kv_cache
         self._decoder = decoder
+        self._graphs = graphs
+        self._pdl = pdl
         self._state = state
         self._token_buckets = token_buckets(max_step_tokens)
         self._row_buckets = token_buckets(max_rows)
         self._max_rows = max_rows
         self._inputs = torch.zeros(upload_words, dtype=torch.int32, device=device)
-        self._input_prefixes = Prefixes(self._inputs)
+        self._host_ring = HostRing.allocate(RING_DEPTH, device)
         self._meta = new_step_meta(max_rows=max_rows, max_tokens=max_step_tokens, device=device)
         self._work = {
             window: allocate_work_list(
@@ -71,36 +93,64 @@ class GraphStep:
             )
             for window in dict.fromkeys(model.layer_windows)
         }
-        self._sampler = Sampler(max_rows=max_rows, vocab=model.vocab_size, device=device)
+        self._sampler = Sampler(max_rows=max_rows, vocab=model.vocab_size, device=device, pdl=pdl)
         self._sample_hidden = torch.zeros(max_rows, model.hidden_size, dtype=dtype, device=device)
         self._sampled = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self._results = torch.zeros(2, len(state.done), dtype=torch.int32, device=device)
-        self._forward_graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        self._finish_graphs: dict[tuple[Variant, int], torch.cuda.CUDAGraph] = {}
+        self._full = FullSampling(max_rows=max_rows, vocab=model.vocab_size, device=device, pdl=pdl)
+        self._results = torch.zeros(result_words(len(state.done)), dtype=torch.int32, device=device)
+        self._parts = Results.of(self._results)
+        self._forward_graphs: dict[tuple[int, bool], Graph] = {}
+        self._finish_graphs: dict[tuple[Variant, int], Graph] = {}
 
-    def run(self, step: PackedStep, upload: Tensor, results: Tensor) -> None:
-        """Queue the whole step on the current stream. upload: the ring slot's `Prefixes.holding(step.words)`."""
-        self._input_prefixes.holding(step.words).copy_(upload, non_blocking=True)
+    @property
+    def kv_cache(self) -> Tensor:
+        return self._kv_cache
+
+    @kv_cache.setter
+    def kv_cache(self, cache: Tensor) -> None:
+        self._kv_cache = cache
+        # the token id at each place of the cache
+        self._page_tokens = torch.zeros(cache.shape[2], PAGE_SIZE, dtype=torch.int32, device=cache.device)
+
+    def connect(self, ring: Sequence[RingSlot]) -> None:
+        self._host_ring.connect([(slot.upload, slot.results) for slot in ring])
+
+    def run(self, step: PackedStep) -> None:
         self._forward_graphs[step.bucket, step.num_decode_rows < step.num_tokens].replay()
         self._finish_graphs[self._finish_key(step)].replay()
-        results.copy_(self._results, non_blocking=True)
 
     def run_largest(self) -> None:
         """The work of the largest step, uncaptured and over no rows: compiles its kernels and takes its memory."""
         self._forward(self._token_buckets[-1], prefill=True)
-        self._finish("filtered", self._max_rows)
+        self._finish("full", self._max_rows)
+
+    def works(self) -> list[list[Work]]:
+        """What becomes a graph each, by kind, the largest of a kind first: what is queued, and where its graph is kept.
+
+        Run on tensors without memory, they tell which kernels there are.
+        """
+        decode_bucket = bucket_for(self._token_buckets, self._max_rows)
+        kinds = [
+            [self._forward_work(bucket, prefill=True) for bucket in reversed(self._token_buckets)],
+            [self._forward_work(bucket, False) for bucket in reversed(self._token_buckets) if bucket <= decode_bucket],
+        ]
+        variants: tuple[Variant, ...] = ("full", "filtered", "sample", "greedy")
+        for variant in variants:
+            kinds.append([self._finish_work(variant, rows) for rows in reversed(self._row_buckets)])
+        return [*kinds, [self._finish_work("none", 0)]]
+
+    def drop_graphs(self) -> None:
+        """Give up every graph, and with them what they took."""
+        self._forward_graphs.clear()
+        self._finish_graphs.clear()
 
     def capture(self, progress: Callable[[int, int], None]) -> None:
         """Capture every graph on the current stream, the largest first. progress: graphs done, and in all."""
-        works: list[tuple[Callable[[], None], Callable[[torch.cuda.CUDAGraph], None]]] = []
-        for prefill in (True, False):
-            for bucket in reversed(self._token_buckets):
-                if prefill or bucket <= bucket_for(self._token_buckets, self._max_rows):
-                    works.append(self._forward_work(bucket, prefill))
-        variants: tuple[Variant, ...] = ("filtered", "sample", "greedy")
-        for variant in variants:
-            works.extend(self._finish_work(variant, rows) for rows in reversed(self._row_buckets))
-        works.append(self._finish_work("none", 0))
+        works = [work for kind in self.works() for work in kind]
+        if not self._graphs:
+            for work, keep in works:
+                keep(Uncaptured(torch.inference_mode()(work)))
+            return
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.current_stream()
         for done, (work, keep) in enumerate(works):
@@ -112,17 +162,13 @@ class GraphStep:
             keep(graph)
             progress(done + 1, len(works))
 
-    def _forward_work(
-        self, bucket: int, prefill: bool
-    ) -> tuple[Callable[[], None], Callable[[torch.cuda.CUDAGraph], None]]:
+    def _forward_work(self, bucket: int, prefill: bool) -> Work:
         return (
             lambda: self._forward(bucket, prefill=prefill),
             lambda graph: self._forward_graphs.__setitem__((bucket, prefill), graph),
         )
 
-    def _finish_work(
-        self, variant: Variant, rows: int
-    ) -> tuple[Callable[[], None], Callable[[torch.cuda.CUDAGraph], None]]:
+    def _finish_work(self, variant: Variant, rows: int) -> Work:
         return (
             lambda: self._finish(variant, rows),
             lambda graph: self._finish_graphs.__setitem__((variant, rows), graph),
@@ -131,7 +177,8 @@ class GraphStep:
     def _forward(self, num_tokens: int, *, prefill: bool) -> None:
         """From the upload to the last residual of each row that samples."""
         meta = self._meta
-        step_meta(self._inputs, self._state, meta, num_tokens=num_tokens)
+        fetch(self._host_ring, self._inputs, num_tokens=num_tokens, pdl=self._pdl)
+        step_meta(self._inputs, self._state, meta, self._page_tokens, num_tokens=num_tokens, pdl=self._pdl)
         for work in self._work.values():
             build_work_list(
                 work,
@@ -142,11 +189,12 @@ class GraphStep:
                 row_token=meta.row_token,
                 page_table=self._state.page_table,
                 prefill=prefill,
+                pdl=self._pdl,
             )
         layers = CudaMeta(step=meta, work=self._work, page_table=self._state.page_table, prefill=prefill)
         residual = self._decoder.forward(meta.token_ids[:num_tokens], layers, self.kv_cache)
         samples = min(num_tokens, self._max_rows)
-        norm_rope.embedding(meta.sample_token[:samples], residual, out=self._sample_hidden[:samples])
+        norm_rope.embedding(meta.sample_token[:samples], residual, out=self._sample_hidden[:samples], pdl=self._pdl)
 
     def _finish(self, variant: Variant, rows: int) -> None:
         """From those residuals to the results."""
@@ -156,11 +204,16 @@ class GraphStep:
             if variant == "greedy":
                 self._sampler.greedy(logits, self._state, self._meta, sampled, bans_stop_ids=False)
             else:
-                filtered = variant == "filtered"
+                if variant == "full":
+                    self._full.before(logits, self._state, self._meta, self._page_tokens)
+                filtered = variant != "sample"
                 self._sampler.sample(
                     logits, self._state, self._meta, sampled, filtered=filtered, bans_stop_ids=filtered
                 )
-        post_update(sampled, self._state, self._meta, self._results.view(-1))
+                if variant == "full":
+                    self._full.after(logits, sampled, self._state, self._meta, self._page_tokens, self._parts)
+        post_update(sampled, self._state, self._meta, self._results, pdl=self._pdl)
+        deliver(self._host_ring, self._inputs, self._results, pdl=self._pdl)
 
     def _finish_key(self, step: PackedStep) -> tuple[Variant, int]:
         if not step.num_samples:
@@ -169,6 +222,8 @@ class GraphStep:
 
 
 def _variant(path: SamplingPath) -> Variant:
+    if path.full:
+        return "full"
     if path.filtered or path.bans_stop_ids:
         return "filtered"
     return "greedy" if path.greedy else "sample"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,8 +49,11 @@ def size_kv_cache(
     *,
     memory_bytes: int,
     budget_bytes: int,
+    remedy: Callable[[int], str],
 ) -> KvSize:
     """Pages by `config.kv_cache_tokens`, which must fit in `memory_bytes`, or else as many as `budget_bytes` holds.
+
+    remedy: a clause that says how to give the cache so many bytes more than the budget.
 
     Raises `StartupError` when not one page beside the dummy fits, or not one request of the `max_model_len` asked for.
     """
@@ -69,15 +73,28 @@ def size_kv_cache(
         if usable < 1:
             raise StartupError(
                 f"too little memory for one page of KV cache: the page of {PAGE_SIZE} tokens and the dummy page take "
-                f"{2 * size:,} bytes, and {max(0, budget_bytes):,} bytes are available for them"
+                f"{2 * size:,} bytes, and {max(0, budget_bytes):,} bytes are available for them; "
+                f"{_more_tokens(config, size, budget_bytes, remedy)}"
             )
     usable_tokens = usable * PAGE_SIZE
     if config.max_model_len is not None and usable_tokens < config.max_model_len:
         raise StartupError(
             f"max_model_len {config.max_model_len} does not fit the KV cache, which holds {usable_tokens} tokens; "
-            f"lower max_model_len to {usable_tokens}, or give the cache more memory"
+            f"lower max_model_len to {usable_tokens}, or {_more_tokens(config, size, budget_bytes, remedy)}"
         )
     return KvSize(num_pages=usable + 1, max_model_len=min(wanted_len, usable_tokens))
+
+
+def _more_tokens(config: EngineConfig, page: int, budget_bytes: int, remedy: Callable[[int], str]) -> str:
+    """What would let the cache hold one request of the `max_model_len` asked for, or else one page."""
+    pages = -(-(config.max_model_len or PAGE_SIZE) // PAGE_SIZE)
+    if config.kv_cache_tokens is not None:
+        return f"raise kv_cache_tokens to {pages * PAGE_SIZE}"
+    return remedy((pages + 1) * page - budget_bytes)
+
+
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
 
 
 def allocate_kv_cache(model: ModelConfig, num_pages: int, dtype: torch.dtype, device: torch.device) -> Tensor:

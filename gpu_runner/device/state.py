@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from asyncengine.config import MAX_STOP_IDS
+from asyncengine.config import MAX_BIAS_IDS, MAX_STOP_IDS
 
 
 class DeviceState:
@@ -27,3 +27,11 @@ class DeviceState:
         self.limit = zeros(num_slots)  # tokens, prompt and output
         self.min_tokens_until = zeros(num_slots)  # token index below which stop ids cannot be sampled
         self.stop_ids = zeros(num_slots, MAX_STOP_IDS)  # -1 pads
+        self.prompt_len = zeros(num_slots)  # tokens before the first of the output
+        self.presence_penalty = zeros(num_slots, dtype=torch.float32)
+        self.frequency_penalty = zeros(num_slots, dtype=torch.float32)
+        self.repetition_penalty = zeros(num_slots, dtype=torch.float32)  # 1 = off
+        self.logprobs = zeros(num_slots)  # most likely tokens to report beside the chosen one; -1 = report nothing
+        self.num_bias = zeros(num_slots)
+        self.bias_ids = zeros(num_slots, MAX_BIAS_IDS)  # the first `num_bias` of a slot's are distinct token ids
+        self.bias_values = zeros(num_slots, MAX_BIAS_IDS, dtype=torch.float32)

@@ -5,6 +5,8 @@ What a CPU runs. `StepPlan.bucket` is for captured graphs, which need fixed size
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,12 +14,14 @@ from torch import Tensor
 
 from asyncengine.config import PAGE_SIZE
 from asyncengine.wire.messages import Finish
-from gpu_runner.device.buffers import PackedStep
+from gpu_runner.device.buffers import PackedStep, RingSlot
 from gpu_runner.device.state import DeviceState
 from gpu_runner.device.upload_views import START_SECTIONS, UploadViews
-from gpu_runner.kernels import reference_sampling
+from gpu_runner.kernels import reference_adjust, reference_sampling
 from gpu_runner.kernels.ops import BatchMeta
+from gpu_runner.kernels.reference_adjust import AdjustRows
 from gpu_runner.kernels.reference_sampling import SamplingRows
+from gpu_runner.kernels.result_layout import Results, result_words
 
 
 class DecoderLike(Protocol):
@@ -50,13 +54,23 @@ class Step:
         self._state = state
         num_slots = len(state.done)
         device = state.done.device
+        # the token id at each place of the KV cache
+        self._page_tokens = torch.zeros(kv_cache.shape[2], PAGE_SIZE, dtype=torch.int32, device=device)
         self._inputs = torch.zeros(upload_words, dtype=torch.int32, device=device)
-        self._results = torch.zeros(2, num_slots, dtype=torch.int32, device=device)
+        self._results = torch.zeros(result_words(num_slots), dtype=torch.int32, device=device)
+        self._parts = Results.of(self._results)
+        # of a GPU the host's clock would tell when work was queued, not when it ran
+        self._times = self._parts.times.numpy() if device.type == "cpu" else None
+        self._ring: tuple[RingSlot, ...] = ()
         self._counter = torch.arange(max(max_step_tokens, num_slots), dtype=torch.int64, device=device)
 
+    def connect(self, ring: Sequence[RingSlot]) -> None:
+        self._ring = tuple(ring)
+
     @torch.inference_mode()
-    def run(self, step: PackedStep, upload: Tensor, results: Tensor) -> None:
-        """Queue the whole step. upload, results: a ring slot's."""
+    def run(self, step: PackedStep) -> None:
+        begin = time.monotonic_ns()
+        upload = self._ring[step.turn].upload
         self._inputs[: step.words].copy_(upload[: step.words], non_blocking=True)
         inputs = UploadViews(step, upload, self._inputs)
         self._start_rows(step, inputs)
@@ -65,21 +79,23 @@ class Step:
         slot = inputs.row_slot.to(torch.int64)
         start, length = self._state.kv_len[slot], inputs.row_len
         was_done = self._state.done[slot]
-        hidden = self._decoder.forward(
-            self._input_tokens(step, inputs, slot),
-            self._batch_meta(step, slot, start, length, was_done),
-            self._kv_cache,
-        )
+        token_ids = self._input_tokens(step, inputs, slot)
+        meta = self._batch_meta(step, slot, start, length, was_done)
+        self._page_tokens.view(-1)[meta.kv_index] = token_ids.to(torch.int32)
+        hidden = self._decoder.forward(token_ids, meta, self._kv_cache)
 
-        tokens, finish = self._results
+        tokens, finish = self._parts.tokens, self._parts.finish
         tokens.fill_(-1)
         finish.fill_(Finish.NONE)
         self._state.kv_len[slot] = torch.where(was_done, start, start + length)
         row = inputs.sample_row.to(torch.int64)
         if len(row):
             last_hidden = hidden.index_select(0, inputs.sample_token)
-            tokens[row], finish[row] = self._next_tokens(step, last_hidden, slot[row], was_done[row])
-        results.copy_(self._results, non_blocking=True)
+            tokens[row], finish[row] = self._next_tokens(step, last_hidden, row, slot[row], was_done[row])
+        if self._times is not None:
+            self._times[:] = begin, time.monotonic_ns()
+        wanted = step.result_words
+        self._ring[step.turn].results[:wanted].copy_(self._results[:wanted], non_blocking=True)
 
     def _start_rows(self, step: PackedStep, inputs: UploadViews) -> None:
         state = self._state
@@ -88,6 +104,9 @@ class Step:
             state.done.index_fill_(0, slot, False)
             for name in START_SECTIONS:
                 getattr(state, name)[slot] = inputs.start(name)
+            cell = inputs.bias_cell.to(torch.int64)
+            state.bias_ids.view(-1)[cell] = inputs.bias_id
+            state.bias_values.view(-1)[cell] = inputs.bias_value
         # Of prefill rows the host knows the start, cached prefix included; a decode row's is what the device counted.
         prefill_slot = inputs.row_slot[step.num_decode_rows :].to(torch.int64)
         state.kv_len[prefill_slot] = inputs.row_start[step.num_decode_rows :]
@@ -121,14 +140,25 @@ class Step:
             page_table=table,
         )
 
-    def _next_tokens(self, step: PackedStep, hidden: Tensor, slot: Tensor, was_done: Tensor) -> tuple[Tensor, Tensor]:
+    def _next_tokens(
+        self, step: PackedStep, hidden: Tensor, row: Tensor, slot: Tensor, was_done: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Sample for N rows and advance their state; `kv_len` already counts this step's tokens.
 
-        hidden: [N, hidden], of each row's last token. Returns tokens and finish values, [N] int32 each.
+        hidden: [N, hidden], of each row's last token. row: [N], in the step. Returns tokens and finish values, [N]
+        int32 each.
         """
         state = self._state
         index = state.kv_len[slot]  # of the new token in its sequence
-        sampled = self._sample(step, self._decoder.logits(hidden), slot, index).to(torch.int32)
+        logits = self._decoder.logits(hidden)
+        adjusted = logits
+        if step.path.adjusts:
+            adjusted = self._adjust(step, logits, slot, index)
+        elif step.path.logprobs:
+            adjusted = logits.clone()
+        sampled = self._sample(step, adjusted, slot, index).to(torch.int32)
+        if step.path.logprobs:
+            self._report(logits, sampled, row, slot)
         is_stop = (sampled[:, None] == state.stop_ids[slot]).any(dim=1)
         at_limit = index + 1 >= state.limit[slot]
         finish = torch.where(is_stop, int(Finish.STOP), torch.where(at_limit, int(Finish.LENGTH), int(Finish.NONE)))
@@ -136,6 +166,31 @@ class Step:
         state.last_token[slot] = torch.where(was_done, state.last_token[slot], sampled)
         state.done[slot] = was_done | (finish != Finish.NONE)
         return torch.where(was_done, -1, sampled), finish
+
+    def _adjust(self, step: PackedStep, logits: Tensor, slot: Tensor, index: Tensor) -> Tensor:
+        """index: [N], tokens of each sequence so far; the last of them is among this step's."""
+        state = self._state
+        longest = int((step.row_start + step.row_len).max())
+        history = self._page_tokens[state.page_table[slot, : -(-longest // PAGE_SIZE)]].flatten(1)
+        rows = AdjustRows(
+            presence_penalty=state.presence_penalty[slot],
+            frequency_penalty=state.frequency_penalty[slot],
+            repetition_penalty=state.repetition_penalty[slot],
+            num_bias=state.num_bias[slot],
+            bias_ids=state.bias_ids[slot],
+            bias_values=state.bias_values[slot],
+            prompt_len=state.prompt_len[slot],
+            length=index,
+        )
+        return reference_adjust.adjust(logits, history, rows)
+
+    def _report(self, logits: Tensor, sampled: Tensor, row: Tensor, slot: Tensor) -> None:
+        """Log-probabilities of every row that samples; the host looks at those that ask."""
+        parts = self._parts
+        wanted = self._state.logprobs[slot].clamp(min=0)
+        tops = reference_adjust.top_logprobs(logits, sampled, wanted, most=parts.top_ids.shape[1])
+        parts.logprobs[row], parts.num_tops[row] = tops.chosen, tops.count
+        parts.top_ids[row], parts.top_logprobs[row] = tops.ids, tops.values
 
     def _sample(self, step: PackedStep, logits: Tensor, slot: Tensor, index: Tensor) -> Tensor:
         state = self._state

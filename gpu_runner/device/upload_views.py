@@ -9,9 +9,16 @@ from asyncengine.config import MAX_STOP_IDS
 from gpu_runner.device.buffers import PackedStep
 from gpu_runner.kernels.upload_layout import count_word, offset_word
 
-START_SECTIONS = ("temperature", "top_k", "top_p", "min_p", "seed", "limit", "min_tokens_until", "stop_ids")
+START_SECTIONS = (
+    *("temperature", "top_k", "top_p", "min_p", "seed", "limit", "min_tokens_until", "stop_ids", "prompt_len"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs", "num_bias"),
+)
 """Each is named after the state of a slot that it sets."""
-DTYPES = {"temperature": torch.float32, "top_p": torch.float32, "min_p": torch.float32, "seed": torch.int64}
+DTYPES = {
+    **dict.fromkeys(("temperature", "top_p", "min_p"), torch.float32),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), torch.float32),
+    "seed": torch.int64,
+}
 
 
 class UploadViews:
@@ -23,6 +30,7 @@ class UploadViews:
         self._header = header
         self._starts = int(header[count_word("num_starts")])
         self._pages = int(header[count_word("num_page_writes")])
+        self._biases = int(header[count_word("num_bias_writes")])
         self._step = step
 
     @property
@@ -60,6 +68,18 @@ class UploadViews:
     @property
     def start_slot(self) -> Tensor:
         return self._words("start_slot", self._starts)
+
+    @property
+    def bias_cell(self) -> Tensor:
+        return self._words("bias_cell", self._biases)
+
+    @property
+    def bias_id(self) -> Tensor:
+        return self._words("bias_id", self._biases)
+
+    @property
+    def bias_value(self) -> Tensor:
+        return self._words("bias_value", self._biases).view(torch.float32)
 
     def start(self, name: str) -> Tensor:
         """One of `START_SECTIONS`, a row for each starting slot."""

@@ -38,9 +38,11 @@ class DecodeTiling:
     prefetch_pages: int
 
 
-def decode_tiling(head_dim: int) -> DecodeTiling:
+def decode_tiling(head_dim: int, element_bytes: int = 2) -> DecodeTiling:
     """Tiles of 16 KiB for keys and values together: several programs fit on a multiprocessor and hide each other's
-    start."""
+    start. Float32 products run outside the tensor cores; only small tiles fit the registers."""
+    if element_bytes == 4:
+        return DecodeTiling(block_tokens=16, num_warps=4, num_stages=2, prefetch_pages=4)
     if head_dim <= 64:
         return DecodeTiling(block_tokens=64, num_warps=2, num_stages=3, prefetch_pages=4)
     return DecodeTiling(block_tokens=32, num_warps=2, num_stages=3, prefetch_pages=4)
@@ -72,7 +74,7 @@ def decode_attention(
     """
     num_tokens, num_heads, head_dim = q.shape
     _, _, num_kv_heads, page_size, _ = kv_layer.shape
-    tiling = tiling or decode_tiling(head_dim)
+    tiling = tiling or decode_tiling(head_dim, q.element_size())
     options: dict[str, Any] = {"launch_pdl": True} if pdl and q.is_cuda else {}
     group = num_heads // num_kv_heads
     _decode_kernel[(work.decode_items(num_tokens) * num_kv_heads,)](
@@ -184,14 +186,14 @@ def _decode_kernel(
             place = kv + line[:, None] * HEAD_DIM + lane[None, :]
             # The next tile's, so that no load of keys waits for a load of pages.
             page = tl.load(table + nearest_own(tile + BLOCK + key, seen_from, end) // PAGE)
-            score = tl.dot(query, tl.trans(tl.load(place))) * scale_log2
+            score = tl.dot(query, tl.trans(tl.load(place)), input_precision="ieee") * scale_log2
             score = tl.where((tile + key == position)[None, :], score, float("-inf"))
             new_largest = tl.maximum(largest, tl.max(score, axis=1))
             share = tl.exp2(score - new_largest[:, None])
             shrink = tl.exp2(largest - new_largest)
             weight = weight * shrink + tl.sum(share, axis=1)
             value = tl.load(place + value_offset)
-            total = tl.dot(share.to(value.dtype), value, total * shrink[:, None])
+            total = tl.dot(share.to(value.dtype), value, total * shrink[:, None], input_precision="ieee")
             largest = new_largest
         total = total / weight[:, None]
         if splits == 1:

@@ -34,9 +34,12 @@ class PrefillTiling:
     programs: int
 
 
-def prefill_tiling() -> PrefillTiling:
+def prefill_tiling(element_bytes: int = 2) -> PrefillTiling:
     """Two warpgroups on 128 rows of queries; their registers leave no room for a second program, which a longer
-    pipeline of keys and values makes up for."""
+    pipeline of keys and values makes up for. Float32 products run outside the tensor cores; only small tiles fit the
+    registers."""
+    if element_bytes == 4:
+        return PrefillTiling(block_tokens=16, num_warps=8, num_stages=2, programs=MULTIPROCESSORS)
     return PrefillTiling(block_tokens=64, num_warps=8, num_stages=3, programs=MULTIPROCESSORS)
 
 
@@ -62,7 +65,7 @@ def prefill_attention(
     """
     num_tokens, num_heads, head_dim = q.shape
     _, _, num_kv_heads, page_size, _ = kv_layer.shape
-    tiling = tiling or prefill_tiling()
+    tiling = tiling or prefill_tiling(q.element_size())
     options: dict[str, Any] = {"launch_pdl": True} if pdl and q.is_cuda else {}
     group = num_heads // num_kv_heads
     _prefill_kernel[(min(tiling.programs, work.prefill_tiles(num_tokens) * num_kv_heads),)](
@@ -183,7 +186,7 @@ def _attend(
         place = kv + (page.to(tl.int64) * (KV_HEADS * PAGE) + (own & (PAGE - 1)))[:, None] * HEAD_DIM + lane[None, :]
         # The next tile's, so that no load of keys waits for a load of pages.
         page = tl.load(table + nearest_own(tile + BLOCK + key, seen_from, end) // PAGE)
-        score = tl.dot(query, tl.trans(tl.load(place)))
+        score = tl.dot(query, tl.trans(tl.load(place)), input_precision="ieee")
         if MASKED:
             visible = key_position[None, :] <= position[:, None]
             if WINDOW > 0:
@@ -194,6 +197,6 @@ def _attend(
         shrink = tl.exp2(largest - new_largest)
         weight = weight * shrink + tl.sum(share, axis=1)
         value = tl.load(place + value_offset)
-        total = tl.dot(share.to(value.dtype), value, total * shrink[:, None])
+        total = tl.dot(share.to(value.dtype), value, total * shrink[:, None], input_precision="ieee")
         largest = new_largest
     return total, weight, largest

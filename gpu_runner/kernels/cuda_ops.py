@@ -6,23 +6,32 @@ Tensors that a call returns come from torch's allocator: inside a capture, from 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from asyncengine.config import PAGE_SIZE
 from gpu_runner.kernels import linear, norm_rope
 from gpu_runner.kernels.attention_decode import decode_attention
+from gpu_runner.kernels.attention_fused import MAX_GROUP, fused_decode_attention
 from gpu_runner.kernels.attention_prefill import prefill_attention
-from gpu_runner.kernels.linear_config import MAX_DOT_TOKENS, NUM_PROGRAMS, FmaConfig, choose
+from gpu_runner.kernels.linear_config import NUM_PROGRAMS, FmaConfig, LinearConfig, choose
+from gpu_runner.kernels.reference import rope_cos_sin
 from gpu_runner.kernels.step_meta import StepMeta
 from gpu_runner.kernels.work_list import WorkList
 
 MAX_SPLIT_TILES = 2 * NUM_PROGRAMS
-MAX_SPLIT_VALUES = 2 * NUM_PROGRAMS * 64 * MAX_DOT_TOKENS
-"""Products are split over programs only while tiles x parts, of up to 64 rows each, are at most 2 x NUM_PROGRAMS."""
+MAX_SPLIT_VALUES = 2 * NUM_PROGRAMS * 64 * 64
+"""Products are split only while tiles x parts, of up to 64 rows by 64 tokens, are at most two programs to an SM."""
+
+
+def _chosen(x: Tensor, weight: Tensor) -> LinearConfig | None:
+    """By shape; but float32 tiles for tensor cores would exceed the shared memory."""
+    config = choose(len(x), *weight.shape)
+    return config if x.dtype != torch.float32 or isinstance(config, FmaConfig) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +47,17 @@ class CudaMeta:
 class CudaOps:
     """`ModelOps` on one GPU and one stream."""
 
-    def __init__(self, device: torch.device, *, pdl: bool = True) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        pdl: bool = True,
+        choose: Callable[[Tensor, Tensor], LinearConfig | None] = _chosen,
+    ) -> None:
+        """choose: how to compute x @ weight.T, of x and weight; None: with cuBLAS."""
         self._pdl = pdl
+        self._rotation: tuple[Tensor, Tensor] | None = None
+        self._choose = choose
         self._scratch = linear.SplitScratch.allocate(
             max_values=MAX_SPLIT_VALUES, max_tiles=MAX_SPLIT_TILES, device=device
         )
@@ -48,7 +66,7 @@ class CudaOps:
         return norm_rope.embedding(token_ids, embedding, pdl=self._pdl)
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        config = choose(len(x), *weight.shape)
+        config = self._choose(x, weight)
         if config is None:
             return F.linear(self.rms_norm(x, norm, eps), weight, bias)
         out = x.new_empty(len(x), len(weight))
@@ -59,7 +77,7 @@ class CudaOps:
             linear.linear(x, weight, out=out, config=config, bias=bias, scratch=self._scratch, pdl=self._pdl)
         return out
 
-    def rotate_and_store(
+    def attend(
         self,
         qkv: Tensor,
         kv_layer: Tensor,
@@ -70,32 +88,53 @@ class CudaOps:
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
+        scale: float,
+        window: int | None,
     ) -> Tensor:
         tokens = len(qkv)
-        return norm_rope.qk_norm_rope_write(
-            qkv,
-            meta.step.positions[:tokens],
-            meta.step.kv_index[:tokens],
-            inv_freq,
-            kv_layer,
+        positions, kv_index = meta.step.positions[:tokens], meta.step.kv_index[:tokens]
+        work, counts, table = meta.work[window], meta.step.counts, meta.page_table
+        rotation = self._rotations(inv_freq, table.shape[1] * PAGE_SIZE)
+        _, _, num_kv_heads, _, head_dim = kv_layer.shape
+        if not meta.prefill and num_heads <= MAX_GROUP * num_kv_heads:
+            out = qkv.new_empty(tokens, num_heads, head_dim)
+            fused_decode_attention(
+                *(qkv, kv_layer, out, work),
+                positions=positions,
+                kv_index=kv_index,
+                counts=counts,
+                page_table=table,
+                rotation=rotation,
+                q_norm=q_norm,
+                k_norm=k_norm,
+                eps=eps,
+                scale=scale,
+                pdl=self._pdl,
+            )
+            return out
+        q = norm_rope.qk_norm_rope_write(
+            *(qkv, positions, kv_index, inv_freq, kv_layer),
             num_heads=num_heads,
             q_norm=q_norm,
             k_norm=k_norm,
             eps=eps,
             pdl=self._pdl,
         )
-
-    def paged_attention(
-        self, q: Tensor, kv_layer: Tensor, meta: CudaMeta, *, scale: float, window: int | None
-    ) -> Tensor:
-        out, work, table = torch.empty_like(q), meta.work[window], meta.page_table
-        decode_attention(q, kv_layer, out, work, counts=meta.step.counts, page_table=table, scale=scale, pdl=self._pdl)
+        out = torch.empty_like(q)
+        decode_attention(q, kv_layer, out, work, counts=counts, page_table=table, scale=scale, pdl=self._pdl)
         if meta.prefill:
             prefill_attention(q, kv_layer, out, work, page_table=table, scale=scale, pdl=self._pdl)
         return out
 
+    def _rotations(self, inv_freq: Tensor, capacity: int) -> Tensor:
+        """Of all positions, that behind a full row's last too: made by the first call, which no capture may hold."""
+        if self._rotation is None or self._rotation[0] is not inv_freq:
+            positions = torch.arange(capacity + 1, device=inv_freq.device)
+            self._rotation = inv_freq, rope_cos_sin(positions, inv_freq)
+        return self._rotation[1]
+
     def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
-        config = choose(len(x), *weight.shape)
+        config = self._choose(x, weight)
         if config is not None:
             linear.linear_add(x, weight, residual, config=config, bias=bias, scratch=self._scratch, pdl=self._pdl)
         elif bias is None:
@@ -104,7 +143,7 @@ class CudaOps:
             residual += F.linear(x, weight, bias)
 
     def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        config = choose(len(x), *weight.shape)
+        config = self._choose(x, weight)
         if config is None:
             return norm_rope.silu_mul(F.linear(self.rms_norm(x, norm, eps), weight, bias), pdl=self._pdl)
         out = x.new_empty(len(x), len(weight) // 2)
@@ -119,8 +158,10 @@ class CudaOps:
         return norm_rope.rms_norm(x, weight, eps, pdl=self._pdl)
 
     def logits(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
-        config = choose(len(hidden), *lm_head.shape)
+        config = self._choose(hidden, lm_head)
         if config is None:
+            if hidden.dtype == torch.float32:
+                return torch.mm(hidden, lm_head.t())
             return torch.mm(hidden, lm_head.t(), out_dtype=torch.float32)
         out = hidden.new_empty(len(hidden), len(lm_head), dtype=torch.float32)
         linear.linear(hidden, lm_head, out=out, config=config, scratch=self._scratch, pdl=self._pdl)

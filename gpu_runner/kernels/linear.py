@@ -18,10 +18,12 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpu_runner.kernels.linear_config import DotConfig, FmaConfig, LinearConfig
 from gpu_runner.kernels.linear_dot import linear_dot_kernel
 from gpu_runner.kernels.linear_fma import linear_fma_kernel
+from gpu_runner.kernels.linear_tile import linear_tile_kernel
 
 MIN_DOT_TOKENS = 16
 """Tokens that a tensor-core product is padded to."""
@@ -105,7 +107,7 @@ def norm_linear(
 ) -> None:
     """out = linear(rms_norm(x)). norm: [K]. out: [T, N].
 
-    Each program computes the norm of all T tokens: with more than a few, a kernel of its own costs less.
+    Each program computes the norm of all tokens: with more than a few, a kernel of its own costs less.
     """
     _launch(x, weight, bias, out, config, None, norm=norm, eps=eps, pdl=pdl)
 
@@ -139,16 +141,12 @@ def _launch(
     add: bool = False,
     pdl: bool,
 ) -> None:
-    num_tokens, k = x.shape
-    n = len(weight)
-    tiles = triton.cdiv(n, config.rows)
+    n, k = weight.shape
     options: dict[str, Any] = {
-        "T": num_tokens,
         "N": n,
         "K": k,
         "ROWS": config.rows,
         "BLOCK_K": config.block_k,
-        "DEPTH": config.depth,
         "HAS_BIAS": bias is not None,
         "GATE_UP": gate_up,
         "ADD": add,
@@ -157,19 +155,50 @@ def _launch(
     }
     if pdl:
         options["launch_pdl"] = True
-    if not isinstance(config, DotConfig):
-        linear_fma_kernel[(tiles,)](x, weight, norm, bias, out, eps, HAS_NORM=norm is not None, **options)
-        return
+    if isinstance(config, FmaConfig):
+        linear_fma_kernel[(triton.cdiv(n, config.rows),)](
+            *(x, weight, norm, bias, out, eps), T=len(x), DEPTH=config.depth, HAS_NORM=norm is not None, **options
+        )
+    elif isinstance(config, DotConfig):
+        _launch_dot(x, weight, bias, out, config, scratch, options)
+    else:
+        tiles = triton.cdiv(n, config.rows) * triton.cdiv(len(x), config.tokens)
+        programs = min(config.programs or tiles, tiles)
+        linear_tile_kernel[(programs,)](
+            TensorDescriptor.from_tensor(x, [config.tokens, config.block_k]),
+            TensorDescriptor.from_tensor(weight, [config.rows // 2 if gate_up else config.rows, config.block_k]),
+            *(bias, out, len(x)),
+            TOKENS=config.tokens,
+            STAGES=config.stages,
+            GROUP=config.group,
+            PERSISTENT=programs < tiles,
+            SPECIALIZED=config.specialized,
+            **options,
+        )
+
+
+def _launch_dot(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    config: DotConfig,
+    scratch: SplitScratch | None,
+    options: dict[str, Any],
+) -> None:
+    num_tokens, n = len(x), len(weight)
     tokens = min(config.tokens, max(MIN_DOT_TOKENS, triton.next_power_of_2(num_tokens)))
-    tiles *= triton.cdiv(num_tokens, tokens)
+    token_tiles = triton.cdiv(num_tokens, tokens)
+    tiles = triton.cdiv(n, config.rows) * token_tiles
     partials, arrivals = _scratch_for(config, num_tokens, n, tiles, scratch)
     linear_dot_kernel[(tiles, config.split_k)](
-        *(x, weight, bias, out, partials, arrivals),
+        *(x, weight, bias, out, partials, arrivals, num_tokens),
         TOKENS=tokens,
         STAGES=config.stages,
         SPLIT_K=config.split_k,
-        PREFETCH_K=config.prefetch_k if pdl else 0,  # there is no wait to prefetch in without
+        PREFETCH_K=config.prefetch_k if options["PDL"] else 0,  # there is no wait to prefetch in without
         WEIGHT_FIRST=config.weight_first,
+        ONCE=token_tiles == 1,
         **options,
     )
 

@@ -1,4 +1,4 @@
-"""How a linear layer of few tokens is cut into programs, by its shape, and from how many tokens on cuBLAS is faster."""
+"""How a linear layer is cut into programs, by its number of tokens and shape, and where cuBLAS is faster."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ NUM_PROGRAMS = 132
 """Programs that fill the device: an H200's SMs."""
 MIN_PREFETCH_K = 64
 """Weights of one request to L2."""
+MIN_PART_BLOCKS = 4
+"""Blocks of K below which programs that share a tile would spend their time on meeting."""
 ANY: Final = 1 << 62
 """A bound that every size is below."""
+MIN_HEAD_ROWS = 32768
+"""Rows from which a weight counts as a head: its programs are many to each SM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,62 +29,79 @@ class FmaConfig:
 
 @dataclass(frozen=True, slots=True)
 class DotConfig:
-    """See `linear_dot`. A program has `rows * block_k * (depth or stages - 1)` weights on their way."""
+    """See `linear_dot`. A program has `rows * block_k * (stages - 1)` weights on their way."""
 
     rows: int  # of W in a program's tile, gate and up rows counted each; a power of two
     block_k: int  # a power of two, at least 16
+    stages: int  # of shared memory
     num_warps: int
-    stages: int = 1  # of shared memory; unused with a depth
-    depth: int = 0  # blocks of block_k in registers, asked for before the PDL wait; 0: none
-    split_k: int = 1
+    split_k: int = 1  # programs that share a tile
     prefetch_k: int = 0  # weights of each row sent for, to L2, before the PDL wait: a power of two from 64, or 0
     weight_first: bool = False
     tokens: int = 64  # of a program's tile at most; a power of two from 16
 
 
-LinearConfig = FmaConfig | DotConfig
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """See `linear_tile`. For K a multiple of 8, which the tensor memory accelerator needs."""
 
-# Tune these from the output of `scripts/bench_kernels/linear.py`.
-MAX_FMA_TOKENS = 2
-"""Above, multiply-adds outside the tensor cores cost more than the weights' way from memory, and each program's own
-norm of all tokens more than a norm kernel."""
-MAX_FMA_HEAD_TOKENS = 1
-MIN_HEAD_ROWS = 32768
-"""Rows from which a weight counts as a head: with many programs for each SM, multiply-adds have no waits to hide in."""
-MAX_DOT_TOKENS = 64
-"""Above, cuBLAS is faster: the tokens themselves become traffic, and tiles are wide enough for its kernels."""
+    tokens: int  # of a tile; a power of two from 16
+    rows: int  # of W in a tile, gate and up rows counted each; a power of two from 32
+    block_k: int
+    stages: int  # of shared memory
+    num_warps: int
+    group: int = 0  # tiles of tokens that are computed together, row tile after row tile; 0: all
+    programs: int = 0  # at most; 0: one for each tile
+    specialized: bool = False  # warps of their own ask for the blocks; with 4 num_warps
 
-FMA_CUTS: tuple[tuple[int, int, FmaConfig], ...] = (
-    # k at most, n at most: few rows rather than idle SMs, and 16 KiB on their way to each program.
-    (1024, 2048, FmaConfig(rows=4, block_k=1024, depth=1, num_warps=4)),
-    (1024, 4096, FmaConfig(rows=8, block_k=1024, depth=1, num_warps=4)),
-    (1024, ANY, FmaConfig(rows=4, block_k=1024, depth=1, num_warps=2)),
-    (2048, ANY, FmaConfig(rows=4, block_k=1024, depth=2, num_warps=4)),
-    (3072, ANY, FmaConfig(rows=4, block_k=2048, depth=2, num_warps=8)),
-    (4096, 8192, FmaConfig(rows=8, block_k=1024, depth=2, num_warps=4)),
-    (4096, ANY, FmaConfig(rows=4, block_k=1024, depth=4, num_warps=4)),
-    (ANY, ANY, FmaConfig(rows=4, block_k=2048, depth=4, num_warps=8)),
-)
-_PIPELINED = DotConfig(rows=64, block_k=128, stages=4, num_warps=4, prefetch_k=512, weight_first=True)
-_HELD = DotConfig(rows=64, block_k=512, depth=1, num_warps=8, weight_first=True)
+
+LinearConfig = FmaConfig | DotConfig | TileConfig
+
+_DEEP = DotConfig(rows=64, block_k=128, stages=6, num_warps=4, prefetch_k=512, weight_first=True)
+_PAIRED = replace(_DEEP, stages=4)  # two programs fit on an SM
 _NARROW = DotConfig(rows=32, block_k=128, stages=4, num_warps=4, prefetch_k=512)
 _WIDE = DotConfig(rows=128, block_k=64, stages=5, num_warps=8, prefetch_k=256, weight_first=True)
-DOT_CUTS: tuple[tuple[int, int, int, DotConfig | None], ...] = (
-    # Tokens at most, k at most, n at most, None for cuBLAS; block_k, split_k and prefetch_k are fitted to the shape.
+_SMALL = DotConfig(rows=16, block_k=64, stages=4, num_warps=2, split_k=2, prefetch_k=512)
+
+# From the output of `scripts/bench_kernels/linear.py` for Qwen3-0.6B and Llama-3.1-8B; K below 1024 is SmolLM2's. The
+# first row that holds the shape counts; None for cuBLAS. A row's block_k (of multiply-adds), split_k and prefetch_k are
+# the most that the layer may get.
+CUTS: tuple[tuple[int, int, int, LinearConfig | None], ...] = (
+    # Tokens, k and n at most.
+    # One or two tokens: multiply-adds, whose first weights are asked for before the wait.
+    (1, 1024, ANY, FmaConfig(rows=4, block_k=1024, depth=1, num_warps=4)),
+    (2, 1024, 4096, FmaConfig(rows=4, block_k=1024, depth=1, num_warps=2)),
+    (2, 1024, ANY, FmaConfig(rows=8, block_k=1024, depth=1, num_warps=2)),
+    (2, 3072, 2048, FmaConfig(rows=2, block_k=1024, depth=3, num_warps=8)),
+    (1, 4096, MIN_HEAD_ROWS - 1, FmaConfig(rows=8, block_k=1024, depth=2, num_warps=4)),
+    (2, 4096, 8192, FmaConfig(rows=8, block_k=1024, depth=2, num_warps=4)),
+    (2, 4096, ANY, FmaConfig(rows=4, block_k=1024, depth=4, num_warps=4)),
+    (1, ANY, ANY, FmaConfig(rows=4, block_k=2048, depth=4, num_warps=8)),
+    (2, ANY, ANY, FmaConfig(rows=4, block_k=1024, depth=4, num_warps=4)),
     # Small layers have too few rows for warpgroups.
-    (32, 1023, 1024, DotConfig(rows=16, block_k=64, stages=4, num_warps=2, prefetch_k=512)),
-    (32, 1023, ANY, DotConfig(rows=32, block_k=64, stages=4, num_warps=4, prefetch_k=512)),
-    (MAX_DOT_TOKENS, 1023, ANY, None),
-    (16, 3072, 2048, _HELD),
-    (32, 3072, 2048, replace(_HELD, rows=32, num_warps=4, weight_first=False)),
-    (MAX_DOT_TOKENS, 3072, 2048, _PIPELINED),
-    (32, 1024, 4096, _PIPELINED),
-    (32, 1024, MIN_HEAD_ROWS - 1, None),
-    (MAX_DOT_TOKENS, 1024, 4096, None),
-    (MAX_DOT_TOKENS, 1024, MIN_HEAD_ROWS - 1, _NARROW),
-    (32, ANY, ANY, _PIPELINED),
-    (MAX_DOT_TOKENS, ANY, 8192, _NARROW),
-    (MAX_DOT_TOKENS, ANY, ANY, _WIDE),
+    (32, 1023, 1024, _SMALL),
+    (32, 1023, ANY, replace(_SMALL, rows=32, num_warps=4)),
+    (ANY, 1023, ANY, None),
+    # Tensor cores: deeper while each SM has one program, K split where there would be far fewer.
+    (4, 2048, 2048, FmaConfig(rows=2, block_k=1024, depth=2, num_warps=4)),
+    (32, 3072, 2048, replace(_DEEP, split_k=8)),
+    (16, 1024, MIN_HEAD_ROWS - 1, _DEEP),
+    (64, 1024, 4096, _DEEP),
+    (64, 1024, MIN_HEAD_ROWS - 1, _PAIRED),
+    (32, ANY, 4096, replace(_PAIRED, split_k=4)),
+    (32, 4096, 8192, _DEEP),
+    (32, ANY, ANY, _PAIRED),
+    # From 33 tokens on cuBLAS has good kernels for products that are about square.
+    (64, 2048, 4096, None),
+    (64, 3072, 2048, replace(_PAIRED, split_k=4)),
+    (64, 4096, 4096, None),
+    (64, 4096, 8192, _DEEP),
+    (64, ANY, 8192, replace(_NARROW, split_k=2)),
+    (64, ANY, ANY, _WIDE),
+    # From 65 on the tokens themselves become traffic, and tiles are wide enough for its kernels.
+    (128, 1024, 4096, None),
+    (128, 1024, MIN_HEAD_ROWS - 1, replace(_PAIRED, tokens=128)),
+    (ANY, ANY, ANY, None),
 )
 
 
@@ -89,25 +110,18 @@ def choose(num_tokens: int, n: int, k: int) -> LinearConfig | None:
 
     An FmaConfig takes a norm in front of the product too; for the others a norm kernel must run before.
     """
-    if num_tokens <= (MAX_FMA_HEAD_TOKENS if n >= MIN_HEAD_ROWS else MAX_FMA_TOKENS):
-        fma = next(cut for max_k, max_n, cut in FMA_CUTS if k <= max_k and n <= max_n)
-        return replace(fma, block_k=min(fma.block_k, _power_of_two(k)))
-    if num_tokens > MAX_DOT_TOKENS:
-        return None
-    dot = next(cut for tokens, max_k, max_n, cut in DOT_CUTS if num_tokens <= tokens and k <= max_k and n <= max_n)
-    return dot and fitted(dot, n, k)
+    cut = next(cut for tokens, max_k, max_n, cut in CUTS if num_tokens <= tokens and k <= max_k and n <= max_n)
+    if isinstance(cut, FmaConfig):
+        return replace(cut, block_k=min(cut.block_k, _power_of_two(k)))
+    return fitted(cut, n, k) if isinstance(cut, DotConfig) else cut
 
 
 def fitted(config: DotConfig, n: int, k: int, *, token_tiles: int = 1) -> DotConfig:
-    """The cut with K split: where weights are in registers, into parts that those hold; else so that programs about
-    fill the device once or twice, each part four blocks or more. No more is prefetched than a part has."""
+    """The cut with K split into at most config.split_k parts: no more than make two programs for each SM, or than leave
+    each part some blocks. No more is prefetched than a part has."""
     tiles = token_tiles * -(-n // config.rows)
-    split_k = 1
-    if config.depth:
-        split_k = -(-k // (config.depth * config.block_k))
-    else:
-        while tiles * split_k <= NUM_PROGRAMS and k >= split_k * 2 * 4 * config.block_k:
-            split_k *= 2
+    most = min(2 * NUM_PROGRAMS // tiles, k // (MIN_PART_BLOCKS * config.block_k))
+    split_k = max(1, min(config.split_k, most))
     prefetch_k = min(config.prefetch_k, _power_of_two(-(-k // split_k)))
     return replace(config, split_k=split_k, prefetch_k=prefetch_k if prefetch_k >= MIN_PREFETCH_K else 0)
 

@@ -1,9 +1,5 @@
 """Linear layer of a few to some hundred tokens on tensor cores, K split if need be."""
 
-# Triton has no unpacking inside tuples, and no annotations for those that grow.
-# ruff: noqa: RUF005
-# mypy: disable-error-code="assignment, var-annotated"
-
 from __future__ import annotations
 
 import triton
@@ -28,9 +24,10 @@ def _prefetch_to_l2(row_start, start, K: tl.constexpr, DEPTH_K: tl.constexpr):
 
 
 @triton.jit
-def _x_tile(x, token, k, T: tl.constexpr, K: tl.constexpr):
+def _x_tile(x, token, k, num_tokens, K: tl.constexpr):
     """[tokens, BLOCK_K]; zero past the last token and the end of a row."""
-    return tl.load(x + token[:, None] * K + k[None, :], mask=(token < T)[:, None] & (k < K)[None, :], other=0.0)
+    mask = (token < num_tokens)[:, None] & (k < K)[None, :]
+    return tl.load(x + token[:, None] * K + k[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -50,7 +47,7 @@ def _add_product(values, w, sums, WEIGHT_FIRST: tl.constexpr):
         return tl.dot(values, tl.trans(w), sums, input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def linear_dot_kernel(
     x,  # [T, K]
     weight,  # [N, K]
@@ -58,7 +55,7 @@ def linear_dot_kernel(
     out,  # [T, N], of gate-up [T, N / 2]
     partials,  # [SPLIT_K, T, N] float32 if SPLIT_K > 1
     arrivals,  # [tiles] int32 if SPLIT_K > 1: zero, before and after
-    T: tl.constexpr,
+    num_tokens,  # T
     TOKENS: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -67,8 +64,8 @@ def linear_dot_kernel(
     STAGES: tl.constexpr,
     SPLIT_K: tl.constexpr,
     PREFETCH_K: tl.constexpr,
-    DEPTH: tl.constexpr,
     WEIGHT_FIRST: tl.constexpr,
+    ONCE: tl.constexpr,  # T is at most TOKENS: no other program reads the same weights
     HAS_BIAS: tl.constexpr,
     GATE_UP: tl.constexpr,
     ADD: tl.constexpr,
@@ -80,16 +77,14 @@ def linear_dot_kernel(
     parts, in order: the result does not depend on who that is. WEIGHT_FIRST makes W the left operand (with 64 rows or
     more, read by warpgroups).
 
-    DEPTH 0: blocks are pipelined through shared memory, once the kernel before has ended. DEPTH above 0: as many blocks
-    of weights are in registers or on their way, the first before the wait for that kernel.
+    Blocks are pipelined through shared memory, once the kernel before has ended.
     """
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     PART_BLOCKS: tl.constexpr = (BLOCKS + SPLIT_K - 1) // SPLIT_K
-    TOKEN_TILES: tl.constexpr = (T + TOKENS - 1) // TOKENS
-    ONCE: tl.constexpr = TOKEN_TILES == 1
+    token_tiles = tl.cdiv(num_tokens, TOKENS)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    tile = tl.program_id(0) // TOKEN_TILES
+    tile = tl.program_id(0) // token_tiles
     part = tl.program_id(1)
     row, exists = weight_rows(tile, N, ROWS, GATE_UP)
     row_start = weight + tl.where(exists, row, 0).to(tl.int64)[:, None] * K
@@ -97,12 +92,9 @@ def linear_dot_kernel(
     lane = tl.arange(0, BLOCK_K)
     if PREFETCH_K > 0:
         _prefetch_to_l2(row_start, start, K, PREFETCH_K)
-    weights = ()
-    for block in tl.static_range(min(DEPTH, PART_BLOCKS)):
-        weights = weights + (_weight_tile(row_start, start + block * BLOCK_K + lane, K, ONCE),)
     row_bias = bias_of(bias, tile, N, ROWS, GATE_UP, HAS_BIAS)
-    token = (tl.program_id(0) % TOKEN_TILES) * TOKENS + tl.arange(0, TOKENS)
-    places, mask = output_places(out, token, tile, T, N, ROWS, GATE_UP)
+    token = (tl.program_id(0) % token_tiles) * TOKENS + tl.arange(0, TOKENS)
+    places, mask = output_places(out, token, tile, num_tokens, N, ROWS, GATE_UP)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -114,29 +106,18 @@ def linear_dot_kernel(
         sums = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
     else:
         sums = tl.zeros((TOKENS, ROWS), dtype=tl.float32)
-    if DEPTH > 0:
-        tiles = ()
-        for block in tl.static_range(min(DEPTH, PART_BLOCKS)):
-            tiles = tiles + (_x_tile(x, token, start + block * BLOCK_K + lane, T, K),)
-        for block in tl.static_range(PART_BLOCKS):
-            if block + DEPTH < PART_BLOCKS:
-                ahead = start + (block + DEPTH) * BLOCK_K + lane
-                weights = weights + (_weight_tile(row_start, ahead, K, ONCE),)
-                tiles = tiles + (_x_tile(x, token, ahead, T, K),)
-            sums = _add_product(tiles[block], weights[block], sums, WEIGHT_FIRST)
-    else:
-        for block in tl.range(0, PART_BLOCKS, num_stages=STAGES):
-            k = start + block * BLOCK_K + lane
-            w = _weight_tile(row_start, k, K, ONCE)
-            sums = _add_product(_x_tile(x, token, k, T, K), w, sums, WEIGHT_FIRST)
+    for block in tl.range(0, PART_BLOCKS, num_stages=STAGES):
+        k = start + block * BLOCK_K + lane
+        w = _weight_tile(row_start, k, K, ONCE)
+        sums = _add_product(_x_tile(x, token, k, num_tokens, K), w, sums, WEIGHT_FIRST)
     if WEIGHT_FIRST:
         sums = tl.trans(sums)
 
     last = True
     if SPLIT_K > 1:
         partial = token[:, None] * N + row[None, :]
-        partial_mask = (token < T)[:, None] & exists[None, :]
-        tl.store(partials + part * (T * N) + partial, sums, mask=partial_mask)
+        partial_mask = (token < num_tokens)[:, None] & exists[None, :]
+        tl.store(partials + part * (num_tokens * N) + partial, sums, mask=partial_mask)
         # All threads' partials are written before the one that counts says so.
         tl.debug_barrier()
         last = tl.atomic_add(arrivals + tl.program_id(0), 1, sem="acq_rel") == SPLIT_K - 1
@@ -146,7 +127,7 @@ def linear_dot_kernel(
             for other in tl.static_range(SPLIT_K):
                 # From L2: this SM's L1 need not know what other SMs wrote.
                 sums += tl.load(
-                    partials + other * (T * N) + partial, mask=partial_mask, other=0.0, cache_modifier=".cg"
+                    partials + other * (num_tokens * N) + partial, mask=partial_mask, other=0.0, cache_modifier=".cg"
                 )
             tl.store(arrivals + tl.program_id(0), 0)
         y = outputs_of(sums + row_bias, residual, x.dtype.element_ty, GATE_UP, ADD)

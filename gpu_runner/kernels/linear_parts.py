@@ -29,13 +29,13 @@ def normed(x, scale, gain):
 
 
 @triton.jit
-def output_places(out, token, tile, T: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, GATE_UP: tl.constexpr):
+def output_places(out, token, tile, num_tokens, N: tl.constexpr, ROWS: tl.constexpr, GATE_UP: tl.constexpr):
     """Where a tile's outputs for `token` lie, [tokens, columns] pointers, and which of them exist."""
     width: tl.constexpr = N // 2 if GATE_UP else N
     columns: tl.constexpr = ROWS // 2 if GATE_UP else ROWS
     column = tile * columns + tl.arange(0, columns)
     places = out + token.to(tl.int64)[:, None] * width + column[None, :]
-    return places, (token[:, None] < T) & (column[None, :] < width)
+    return places, (token[:, None] < num_tokens) & (column[None, :] < width)
 
 
 @triton.jit

@@ -40,46 +40,7 @@ def rms_norm(
     out = torch.empty_like(x) if out is None else out
     block = triton.next_power_of_2(hidden)
     _rms_norm_kernel[(rows,)](
-        x,
-        x,
-        weight,
-        out,
-        eps,
-        HIDDEN=hidden,
-        BLOCK=block,
-        ADD=False,
-        **_launch(x, pdl, num_warps or _norm_warps(block)),
-    )
-    return out
-
-
-def fused_add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    out: Tensor | None = None,
-    pdl: bool = True,
-    num_warps: int | None = None,
-) -> Tensor:
-    """`residual += x` in place, then the norm of `residual`. x, residual: [T, hidden]; weight: [hidden].
-
-    Returns `out`, [T, hidden], new unless given; it may be `x`. num_warps: None takes the table's.
-    """
-    rows, hidden = _rows(x)
-    out = torch.empty_like(x) if out is None else out
-    block = triton.next_power_of_2(hidden)
-    _rms_norm_kernel[(rows,)](
-        x,
-        residual,
-        weight,
-        out,
-        eps,
-        HIDDEN=hidden,
-        BLOCK=block,
-        ADD=True,
-        **_launch(x, pdl, num_warps or _norm_warps(block)),
+        x, weight, out, eps, HIDDEN=hidden, BLOCK=block, **_launch(x, pdl, num_warps or _norm_warps(block))
     )
     return out
 
@@ -199,13 +160,11 @@ def _launch(x: Tensor, pdl: bool, num_warps: int) -> dict[str, int | bool]:
 @triton.jit
 def _rms_norm_kernel(
     x,
-    residual,  # read and written if ADD
     weight,
     out,
     eps,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * HIDDEN
@@ -216,11 +175,6 @@ def _rms_norm_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     value = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        total = value + tl.load(residual + row + column, mask=inside, other=0.0).to(tl.float32)
-        rounded = total.to(residual.dtype.element_ty)
-        tl.store(residual + row + column, rounded, mask=inside)
-        value = rounded.to(tl.float32)
     root = tl.rsqrt(tl.sum(value * value, axis=0) / HIDDEN + eps)
     normed = (value * root).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row + column, (normed * scale).to(out.dtype.element_ty), mask=inside)
@@ -281,8 +235,8 @@ def _qk_norm_rope_write_kernel(
             scale = tl.where(is_q, q_norm, k_norm) + dim[None, :]
             squares = tl.sum(first * first + second * second, axis=1, keep_dims=True)
             root = tl.rsqrt(squares / HEAD_DIM + eps)
-            first = _scaled(first * root, tl.load(scale, mask=mask, other=0.0), dtype)
-            second = _scaled(second * root, tl.load(scale + HALF, mask=mask, other=0.0), dtype)
+            first = rounded_scale(first * root, tl.load(scale, mask=mask, other=0.0), dtype)
+            second = rounded_scale(second * root, tl.load(scale + HALF, mask=mask, other=0.0), dtype)
         rotated = (first * cos - second * sin).to(dtype)
         rotated_second = (second * cos + first * sin).to(dtype)
 
@@ -296,7 +250,7 @@ def _qk_norm_rope_write_kernel(
 
 
 @triton.jit
-def _scaled(normed, scale, dtype: tl.constexpr):
+def rounded_scale(normed, scale, dtype: tl.constexpr):
     return (normed.to(dtype).to(tl.float32) * scale.to(tl.float32)).to(dtype).to(tl.float32)
 
 

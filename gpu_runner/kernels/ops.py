@@ -1,8 +1,7 @@
 """What a decoder layer is made of, cut where kernels can be fused; one implementation per kind of device.
 
     qkv       = norm_linear(residual)          RMSNorm prologue
-    q         = rotate_and_store(qkv)          query/key norm, rotary embedding, keys and values into their pages
-    attention = paged_attention(q)
+    attention = attend(qkv)                    query/key norm, rotary embedding, keys and values into their pages
     residual += linear(attention)              linear_add
     h         = norm_gate_up(residual)         RMSNorm prologue, SiLU and product epilogue
     residual += linear(h)                      linear_add
@@ -53,7 +52,7 @@ class ModelOps(Protocol):
         """linear(rms_norm(x)). x: [T, in]. Returns [T, out]."""
         ...
 
-    def rotate_and_store(
+    def attend(
         self,
         qkv: Tensor,
         kv_layer: Tensor,
@@ -64,20 +63,16 @@ class ModelOps(Protocol):
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
+        scale: float,
+        window: int | None,
     ) -> Tensor:
-        """Norm each query and key head (where a weight is given), rotate both, write keys and values into their pages.
+        """Norm each query and key head (where a weight is given), rotate both, write keys and values into their pages;
+        causal attention of each row's tokens over the row's pages, those tokens' included.
 
-        qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim], heads of q, then k, then v. inv_freq: [head_dim / 2]
-        float32, radians per position; a head's first half is rotated against its second half. q_norm, k_norm:
-        [head_dim]. Returns the queries, [T, num_heads, head_dim].
-        """
-        ...
-
-    def paged_attention(self, q: Tensor, kv_layer: Tensor, meta: Any, *, scale: float, window: int | None) -> Tensor:
-        """Causal attention of each row's tokens over the row's pages, which hold those tokens' keys and values already.
-
-        q: [T, num_heads, head_dim]; query head h reads KV head h // (num_heads / num_kv_heads). window: a token sees
-        only the last `window` positions, its own included; None = all. Returns [T, num_heads, head_dim].
+        qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim], heads of q, then k, then v; query head h reads KV head
+        h // (num_heads / num_kv_heads). inv_freq: [head_dim / 2] float32, radians per position, the same tensor for all
+        layers and steps; a head's first half is rotated against its second half. q_norm, k_norm: [head_dim]. window: a
+        token sees only the last `window` positions, its own included; None = all. Returns [T, num_heads, head_dim].
         """
         ...
 

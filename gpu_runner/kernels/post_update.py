@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncengine.config import MAX_STOP_IDS
+from gpu_runner.kernels.result_layout import COLUMNS, TIME_WORDS
 from gpu_runner.kernels.step_meta import SlotState, StepMeta
 
 FINISH_STOP = 1
@@ -26,14 +27,14 @@ def post_update(sampled: Tensor, state: SlotState, meta: StepMeta, results: Tens
     """Advance every row of the step that `meta` describes, and finish or continue those that sampled.
 
     sampled: [N] int32, token i is of row `meta.sample_row[i]`; N is the graph's bucket, at least the step's samples,
-    and 0 where no row samples. results: [2, R] int32 (or flat), R at least the step's rows: tokens, then finish values;
-    -1 and 0 for rows that sample nothing, had ended before, or are none.
+    and 0 where no row samples. results: [result_words(R)] int32, R at least the step's rows: the step's times, then
+    tokens and finish values; -1 and 0 for rows that sample nothing, had ended before, or are none.
 
     Where a row had not ended before: `kv_len` grows by the row's tokens; if it samples, `last_token` becomes the token,
     and the row ends with STOP if that is one of its stop ids, else with LENGTH if it is the last that `limit` allows.
     Fixed in a graph: all addresses, N, R.
     """
-    capacity = results.numel() // 2
+    capacity = (len(results) - TIME_WORDS) // COLUMNS
     pdl = pdl and results.is_cuda
     _post_update_kernel[(triton.cdiv(capacity, BLOCK),)](
         sampled,
@@ -42,17 +43,20 @@ def post_update(sampled: Tensor, state: SlotState, meta: StepMeta, results: Tens
         state.done.view(torch.uint8),
         state.limit,
         state.stop_ids,
+        meta.begin_time,
         meta.counts,
         meta.row_slot,
         meta.row_start,
         meta.row_len,
         meta.row_was_done,
         meta.sample_row,
-        results,
+        results[:TIME_WORDS].view(torch.int64),
+        results[TIME_WORDS:],
         len(sampled),
         CAPACITY=capacity,
         BLOCK_SIZE=BLOCK,
         SAMPLES=SAMPLE_BLOCK,
+        CLOCK=results.is_cuda,
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=BLOCK // 32,
@@ -72,17 +76,20 @@ def _post_update_kernel(
     done,
     limit,
     stop_ids,
+    begin_time,
     counts,
     row_slot,
     row_start,
     row_len,
     row_was_done,
     sample_row,
+    times,
     results,
     max_samples,
     CAPACITY: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SAMPLES: tl.constexpr,
+    CLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -119,3 +126,9 @@ def _post_update_kernel(
         tl.store(results + CAPACITY + row, finish, mask=here)
         tl.store(last_token + slot, token, mask=here)
         tl.store(done + slot, (finish != 0).to(tl.uint8), mask=here)
+
+    tl.debug_barrier()
+
+    if tl.program_id(0) == 0:
+        tl.store(times, tl.load(begin_time))
+        tl.store(times + 1, tl.extra.cuda.globaltimer() if CLOCK else 0)

@@ -25,12 +25,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * scale).to(x.dtype) * weight
 
 
-def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`residual += x` in place, then the norm of `residual`. x, residual: [T, hidden]."""
-    residual += x
-    return rms_norm(residual, weight, eps)
-
-
 def qk_norm_rope_write(
     qkv: Tensor,
     cos_sin: Tensor,
@@ -42,7 +36,8 @@ def qk_norm_rope_write(
     k_norm: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """See `ModelOps.rotate_and_store`. cos_sin: of `rope_cos_sin`. kv_index: [T], page * page_size + offset."""
+    """The first half of `ModelOps.attend`; returns the queries. cos_sin: of `rope_cos_sin`. kv_index: [T], page *
+    page_size + offset."""
     _, _, num_kv_heads, page_size, head_dim = kv_layer.shape
     heads = qkv.view(len(qkv), -1, head_dim)
     q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -64,7 +59,7 @@ def _rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
 
 
 def paged_attention(q: Tensor, kv_layer: Tensor, meta: BatchMeta, *, scale: float, window: int | None = None) -> Tensor:
-    """See `ModelOps.paged_attention`. Tokens behind the last row's give zeros."""
+    """The second half of `ModelOps.attend`. q: [T, heads, head_dim]. Tokens behind the last row's give zeros."""
     out = torch.zeros_like(q)
     num_decode_rows = meta.num_decode_rows
     position_bytes = kv_layer[0, 0, :, 0].nbytes

@@ -21,7 +21,7 @@ class ReferenceOps:
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
         return reference.linear(reference.rms_norm(x, norm, eps), weight, bias)
 
-    def rotate_and_store(
+    def attend(
         self,
         qkv: Tensor,
         kv_layer: Tensor,
@@ -32,23 +32,15 @@ class ReferenceOps:
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
+        scale: float,
+        window: int | None,
     ) -> Tensor:
         if self._rotation is None or self._rotation[0] is not meta:  # the same for all layers of a step
             self._rotation = meta, reference.rope_cos_sin(meta.positions, inv_freq)
-        return reference.qk_norm_rope_write(
+        q = reference.qk_norm_rope_write(
             qkv, self._rotation[1], kv_layer, meta.kv_index, num_heads=num_heads, q_norm=q_norm, k_norm=k_norm, eps=eps
         )
-
-    def paged_attention(
-        self, q: Tensor, kv_layer: Tensor, meta: BatchMeta, *, scale: float, window: int | None
-    ) -> Tensor:
-        return reference.paged_attention(
-            q,
-            kv_layer,
-            meta,
-            scale=scale,
-            window=window,
-        )
+        return reference.paged_attention(q, kv_layer, meta, scale=scale, window=window)
 
     def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
         residual += reference.linear(x, weight, bias)

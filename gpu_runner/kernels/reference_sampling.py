@@ -74,7 +74,7 @@ def ban_ids(logits: Tensor, ids: Tensor, banned: Tensor) -> None:
 
 def greedy(logits: Tensor) -> Tensor:
     """The best id of each row. logits: [S, vocab] float32. Returns [S] int64."""
-    return _without_nan(logits).argmax(dim=-1)
+    return without_nan(logits).argmax(dim=-1)
 
 
 def sample(logits: Tensor, rows: SamplingRows, *, filtered: bool) -> Tensor:
@@ -85,7 +85,7 @@ def sample(logits: Tensor, rows: SamplingRows, *, filtered: bool) -> Tensor:
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     for part in _parts(logits, filtered=filtered):
         chosen = rows[part]
-        score = _without_nan(logits[part])
+        score = without_nan(logits[part])
         is_greedy = (chosen.temperature < GREEDY_BELOW)[:, None]
         if filtered:
             keep = kept(scaled_distance(score, chosen.temperature), chosen) | is_greedy
@@ -98,7 +98,7 @@ def sample(logits: Tensor, rows: SamplingRows, *, filtered: bool) -> Tensor:
 
 def scaled_distance(logits: Tensor, temperature: Tensor) -> Tensor:
     """Steps 1 and 2: d of every id, never NaN and never above 0; greedy rows as at temperature 1. [S, vocab]."""
-    logits = _without_nan(logits)
+    logits = without_nan(logits)
     best = logits.amax(dim=-1, keepdim=True)
     best = torch.where(best == -math.inf, 0.0, best)  # a row without any finite logit
     return (logits - best) * torch.where(temperature < GREEDY_BELOW, 1.0, temperature).reciprocal()[:, None]
@@ -136,7 +136,8 @@ def gumbel_noise(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
     return v.neg_().log1p_().neg_().log_().neg_()
 
 
-def _without_nan(logits: Tensor) -> Tensor:
+def without_nan(logits: Tensor) -> Tensor:
+    """Step 1."""
     return logits.nan_to_num(nan=-math.inf, posinf=FLOAT32_MAX, neginf=-math.inf)
 
 

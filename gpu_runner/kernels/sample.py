@@ -9,8 +9,7 @@ Everything is fixed inside a captured graph but the contents of the tensors: add
 the N rows are the step's comes from `meta.counts`; the others cost next to nothing and get id 0. All kernels are
 compiled without fused multiply-adds, so that each of them computes the same score.
 
-Penalties and logit bias have their place before these calls, on the logits; so has a grammar's mask. Log-probabilities
-have theirs after, on the same logits.
+Penalties and logit bias have their place before these calls, on the logits (`sample_full`); so has a grammar's mask.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class Sampler:
     ) -> None:
         """max_rows: the largest N of any call. tiling: None takes the tables'."""
         self._vocab = vocab
-        self._pdl = pdl and device.type == "cuda"
+        self._pdl = pdl and device.type != "cpu"
         self._tiling = tiling
         self._candidates = candidates
 

@@ -1,5 +1,6 @@
 """The start of a step on the device: one kernel applies the uploaded plan to the state of the slots and lays out what
-the step's other kernels read. It is the first node of every forward graph.
+the step's other kernels read. It is the first node of every forward graph. It also notes each token's id beside the
+token's place in the KV cache, so that a row's page table leads to its tokens.
 
 Order matters: a token's page may have been written into the page table by this very plan, a row may start in it. No
 barrier spans programs, so every program applies the whole plan, all writing the same values to the same places, and
@@ -42,16 +43,26 @@ class SlotState(Protocol):
     limit: Tensor
     min_tokens_until: Tensor
     stop_ids: Tensor  # [num_slots, MAX_STOP_IDS] int32
+    prompt_len: Tensor
+    presence_penalty: Tensor  # float32
+    frequency_penalty: Tensor  # float32
+    repetition_penalty: Tensor  # float32
+    logprobs: Tensor
+    num_bias: Tensor
+    bias_ids: Tensor  # [num_slots, MAX_BIAS_IDS] int32
+    bias_values: Tensor  # [num_slots, MAX_BIAS_IDS] float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMeta:
-    """One step as its kernels see it: int32 buffers at fixed addresses, shared by all graphs. See `ops.BatchMeta`.
+    """One step as its kernels see it: int32 buffers (but for a time) at fixed addresses, shared by all graphs. See
+    `ops.BatchMeta`.
 
     Beyond the step's counts: rows have slot, start and length 0 and begin at token `num_tokens`; tokens are id 0 at
     position 0 and write to the dummy page; samples are of row -1 and token 0.
     """
 
+    begin_time: Tensor  # [1] int64, the device's time when the step began in ns; 0 where it has no clock
     counts: Tensor  # [4]: num_decode_rows, num_rows, num_tokens, num_samples
     row_slot: Tensor  # [R]
     row_start: Tensor  # [R], position of the row's first token; what the device counted, for decode rows too
@@ -72,6 +83,7 @@ def new_step_meta(*, max_rows: int, max_tokens: int, device: torch.device) -> St
         return torch.zeros(size, dtype=torch.int32, device=device)
 
     return StepMeta(
+        begin_time=torch.zeros(1, dtype=torch.int64, device=device),
         counts=zeros(4),
         row_slot=zeros(max_rows),
         row_start=zeros(max_rows),
@@ -86,11 +98,15 @@ def new_step_meta(*, max_rows: int, max_tokens: int, device: torch.device) -> St
     )
 
 
-def step_meta(upload: Tensor, state: SlotState, meta: StepMeta, *, num_tokens: int, pdl: bool = True) -> None:
+def step_meta(
+    upload: Tensor, state: SlotState, meta: StepMeta, page_tokens: Tensor, *, num_tokens: int, pdl: bool = True
+) -> None:
     """Apply the plan in `upload`, packed as `upload_layout` says, to `state`; fill `meta`.
 
-    upload: [words] int32. num_tokens: the graph's bucket, at least the plan's tokens and at most the buffers'; tokens
-    from there on keep what they were. Rows and samples are all filled. Fixed in a graph: all addresses, `num_tokens`.
+    upload: [words] int32. page_tokens: [num_pages, PAGE_SIZE] int32, the token id at each place of the KV cache; the
+    step's tokens are written there, those of overshoot rows into the dummy page. num_tokens: the graph's bucket, at
+    least the plan's tokens and at most the buffers'; tokens from there on keep what they were. Rows and samples are all
+    filled. Fixed in a graph: all addresses, `num_tokens`.
     `kv_len` of decode rows, `last_token` and what ends a row are `post_update`'s to change.
     """
     max_rows = len(meta.row_slot)
@@ -109,6 +125,16 @@ def step_meta(upload: Tensor, state: SlotState, meta: StepMeta, *, num_tokens: i
         state.limit,
         state.min_tokens_until,
         state.stop_ids,
+        state.prompt_len,
+        state.presence_penalty.view(torch.int32),
+        state.frequency_penalty.view(torch.int32),
+        state.repetition_penalty.view(torch.int32),
+        state.logprobs,
+        state.num_bias,
+        state.bias_ids,
+        state.bias_values.view(torch.int32),
+        page_tokens,
+        meta.begin_time,
         meta.counts,
         meta.row_slot,
         meta.row_start,
@@ -126,6 +152,7 @@ def step_meta(upload: Tensor, state: SlotState, meta: StepMeta, *, num_tokens: i
         PAGES_PER_SEQ=state.page_table.shape[1],
         BLOCK_SIZE=BLOCK,
         STARTS=START_BLOCK,
+        CLOCK=upload.is_cuda,
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=BLOCK // 32,
@@ -146,6 +173,7 @@ _ROW_LEN = tl.constexpr(offset_word("row_len"))
 _PREFILL_TOKENS = tl.constexpr(offset_word("prefill_tokens"))
 _SAMPLE_ROW = tl.constexpr(offset_word("sample_row"))
 _SAMPLE_TOKEN = tl.constexpr(offset_word("sample_token"))
+_NUM_BIAS_WRITES = tl.constexpr(count_word("num_bias_writes"))
 _PAGE_CELL = tl.constexpr(offset_word("page_cell"))
 _PAGE_ID = tl.constexpr(offset_word("page_id"))
 _START_SLOT = tl.constexpr(offset_word("start_slot"))
@@ -157,6 +185,15 @@ _SEED = tl.constexpr(offset_word("seed"))
 _LIMIT = tl.constexpr(offset_word("limit"))
 _MIN_TOKENS_UNTIL = tl.constexpr(offset_word("min_tokens_until"))
 _STOP_ID_ROWS = tl.constexpr(offset_word("stop_ids"))
+_PROMPT_LEN = tl.constexpr(offset_word("prompt_len"))
+_PRESENCE = tl.constexpr(offset_word("presence_penalty"))
+_FREQUENCY = tl.constexpr(offset_word("frequency_penalty"))
+_REPETITION = tl.constexpr(offset_word("repetition_penalty"))
+_LOGPROBS = tl.constexpr(offset_word("logprobs"))
+_NUM_BIAS = tl.constexpr(offset_word("num_bias"))
+_BIAS_CELL = tl.constexpr(offset_word("bias_cell"))
+_BIAS_ID = tl.constexpr(offset_word("bias_id"))
+_BIAS_VALUE = tl.constexpr(offset_word("bias_value"))
 
 
 @triton.jit(do_not_specialize=["bucket"])  # one kernel serves all graphs
@@ -174,6 +211,16 @@ def _step_meta_kernel(
     limit,
     min_tokens_until,
     stop_ids,
+    prompt_len,
+    presence_penalty,
+    frequency_penalty,
+    repetition_penalty,
+    logprobs,
+    num_bias,
+    bias_ids,
+    bias_values,
+    page_tokens,
+    begin_time,
     counts,
     row_slot,
     row_start,
@@ -191,11 +238,14 @@ def _step_meta_kernel(
     PAGES_PER_SEQ: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     STARTS: tl.constexpr,
+    CLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    if tl.program_id(0) == 0:
+        tl.store(begin_time, tl.extra.cuda.globaltimer() if CLOCK else 0)
     num_rows = tl.load(upload + _NUM_ROWS)
     num_decode_rows = tl.load(upload + _NUM_DECODE_ROWS)
     num_tokens = tl.load(upload + _NUM_TOKENS)
@@ -220,6 +270,12 @@ def _step_meta_kernel(
         _copy_words(upload, _LIMIT, limit, index, slot, mask, 1)
         _copy_words(upload, _MIN_TOKENS_UNTIL, min_tokens_until, index, slot, mask, 1)
         _copy_words(upload, _STOP_ID_ROWS, stop_ids, index, slot, mask, _STOP_IDS)
+        _copy_words(upload, _PROMPT_LEN, prompt_len, index, slot, mask, 1)
+        _copy_words(upload, _PRESENCE, presence_penalty, index, slot, mask, 1)
+        _copy_words(upload, _FREQUENCY, frequency_penalty, index, slot, mask, 1)
+        _copy_words(upload, _REPETITION, repetition_penalty, index, slot, mask, 1)
+        _copy_words(upload, _LOGPROBS, logprobs, index, slot, mask, 1)
+        _copy_words(upload, _NUM_BIAS, num_bias, index, slot, mask, 1)
 
     # Of prefill rows the host knows the start, cached prefix included; a decode row's is what the device counted.
     before = num_decode_rows
@@ -242,6 +298,17 @@ def _step_meta_kernel(
     tl.debug_barrier()
 
     own = tl.program_id(0) * BLOCK_SIZE + lane
+    # Only later kernels read the biases, so that each program need write but its share.
+    num_bias_writes = tl.load(upload + _NUM_BIAS_WRITES)
+    for first in range(tl.program_id(0) * BLOCK_SIZE, num_bias_writes, tl.num_programs(0) * BLOCK_SIZE):
+        write = first + lane
+        mask = write < num_bias_writes
+        cell = tl.load(upload + tl.load(upload + _BIAS_CELL) + write, mask=mask, other=0)
+        id = tl.load(upload + tl.load(upload + _BIAS_ID) + write, mask=mask, other=0)
+        value = tl.load(upload + tl.load(upload + _BIAS_VALUE) + write, mask=mask, other=0)
+        tl.store(bias_ids + cell, id, mask=mask)
+        tl.store(bias_values + cell, value, mask=mask)
+
     if tl.program_id(0) == 0:
         tl.store(counts, num_decode_rows)
         tl.store(counts + 1, num_rows)
@@ -290,7 +357,9 @@ def _step_meta_kernel(
     inside = own < bucket
     tl.store(token_ids + own, token, mask=inside)
     tl.store(positions + own, tl.where(mask, position, 0), mask=inside)
-    tl.store(kv_index + own, tl.where(mask, page * _PAGE + position % _PAGE, 0), mask=inside)
+    place = page * _PAGE + position % _PAGE
+    tl.store(kv_index + own, tl.where(mask, place, 0), mask=inside)
+    tl.store(page_tokens + place, token, mask=mask)
 
 
 @triton.jit

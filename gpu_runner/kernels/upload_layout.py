@@ -4,9 +4,10 @@ The buffer begins with a header, so that a kernel inside a captured graph finds 
 where: the counts of the step, then the first word of each section. Sections follow one behind the other, each at an
 even word, because 64-bit values lie in some. Plain numbers and numpy: what writes the buffer need not import torch.
 
-    word 0 .. 5     num_rows, num_decode_rows, num_tokens, num_samples, num_starts, num_page_writes
+    word 0 .. 6     num_rows, num_decode_rows, num_tokens, num_samples, num_starts, num_page_writes, num_bias_writes
     word 8 ..       first word of each section, in the order of `Upload`'s fields
-    word 32 ..      the sections
+    word 36 .. 38   words used in all, words of results that the host wants, which of the host's buffers this is
+    word 40 ..      the sections
 """
 
 from __future__ import annotations
@@ -17,23 +18,29 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncengine.config import MAX_STOP_IDS
+from asyncengine.config import MAX_BIAS_IDS, MAX_STOP_IDS
 
 Int32 = NDArray[np.int32]
 
-HEADER_WORDS = 32
-COUNTS = ("num_rows", "num_decode_rows", "num_tokens", "num_samples", "num_starts", "num_page_writes")
+HEADER_WORDS = 40
+COUNTS = (
+    *("num_rows", "num_decode_rows", "num_tokens", "num_samples"),
+    *("num_starts", "num_page_writes", "num_bias_writes"),
+)
 FIRST_OFFSET_WORD = 8
 """Header word that holds the first section's first word."""
+USED_WORDS_WORD, RESULT_WORDS_WORD, TURN_WORD = 36, 37, 38
 ALIGNMENT_WORDS = 2
 
 
 class Upload(NamedTuple):
-    """What a step uploads, as `gpu_runner.schedule.plan` describes it. R rows, S starting slots, U page-table writes.
+    """What a step uploads, as `gpu_runner.schedule.plan` describes it. R rows, S starting slots, U page-table writes,
+    B biased ids of starting slots.
 
     row_slot, row_start, row_len: of the plan; `row_start` of a decode row is not read, as the device knows better.
     sample_row: the rows that sample, [N]. sample_token: the index of each one's last token among the step's T.
-    page_cell: page_slot * pages_per_seq + page_index. temperature .. stop_ids: of the plan's `StartRows`.
+    page_cell: page_slot * pages_per_seq + page_index. temperature .. num_bias: of the plan's `StartRows`.
+    bias_cell: slot * MAX_BIAS_IDS + index of the id among the slot's.
     """
 
     num_decode_rows: int
@@ -54,10 +61,19 @@ class Upload(NamedTuple):
     limit: Int32  # [S]
     min_tokens_until: Int32  # [S]
     stop_ids: Int32  # [S, MAX_STOP_IDS]
+    prompt_len: Int32  # [S]
+    presence_penalty: NDArray[np.float32]  # [S]
+    frequency_penalty: NDArray[np.float32]  # [S]
+    repetition_penalty: NDArray[np.float32]  # [S]
+    logprobs: Int32  # [S]
+    num_bias: Int32  # [S]
+    bias_cell: Int32  # [B]
+    bias_id: Int32  # [B]
+    bias_value: NDArray[np.float32]  # [B]
 
 
 SECTIONS = Upload._fields[1:]
-_HEADER = struct.Struct(f"={FIRST_OFFSET_WORD + len(SECTIONS)}i")
+_HEADER = struct.Struct(f"={TURN_WORD + 1}i")
 _WORD = np.dtype(np.int32)
 
 
@@ -72,15 +88,22 @@ def offset_word(section: str) -> int:
 
 
 def upload_words(*, num_slots: int, pages_per_seq: int, max_step_tokens: int) -> int:
-    """Words that hold any plan: each slot at most one row and one start in it, each page-table cell at most once."""
+    """Words that hold any plan: each slot at most one row and one start in it, each page-table cell at most once.
+
+    A multiple of 16, so that the device copies them four at a time.
+    """
     rows = num_slots * (3 + 2)
-    starts = num_slots * (9 + MAX_STOP_IDS)
+    starts = num_slots * (15 + MAX_STOP_IDS + 3 * MAX_BIAS_IDS)
     pages = num_slots * pages_per_seq * 2
-    return HEADER_WORDS + rows + starts + pages + max_step_tokens + len(SECTIONS) * ALIGNMENT_WORDS
+    words = HEADER_WORDS + rows + starts + pages + max_step_tokens + len(SECTIONS) * ALIGNMENT_WORDS
+    return words + -words % 16
 
 
-def pack(upload: Upload, buffer: Int32) -> int:
-    """Write header and sections into `buffer`, [upload_words] int32. Returns the number of words to copy."""
+def pack(upload: Upload, buffer: Int32, *, result_words: int = 0, turn: int = 0) -> int:
+    """Write header and sections into `buffer`, [upload_words] int32. Returns the number of words used.
+
+    result_words: of the step's results, how many the host wants. turn: which of the host's buffers this is.
+    """
     header = [
         len(upload.row_slot),
         upload.num_decode_rows,
@@ -88,6 +111,7 @@ def pack(upload: Upload, buffer: Int32) -> int:
         len(upload.sample_row),
         len(upload.start_slot),
         len(upload.page_cell),
+        len(upload.bias_cell),
     ]
     header += [0] * (FIRST_OFFSET_WORD - len(header))
     used = HEADER_WORDS
@@ -100,5 +124,7 @@ def pack(upload: Upload, buffer: Int32) -> int:
             end = used + values.size
             buffer[used:end] = values
             used = end + -end % ALIGNMENT_WORDS
+    header += [0] * (USED_WORDS_WORD - len(header))
+    header += (used, result_words, turn)
     _HEADER.pack_into(buffer.data, 0, *header)
     return used

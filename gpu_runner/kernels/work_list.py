@@ -5,7 +5,7 @@ to device memory only. So a list says what each program works at: ranges of keys
 prefill rows.
 
 Decode: the step's T_d decode rows see L keys in total. They are cut into ranges of about
-    size = max(SPLIT_STEP, L / target, longest / MAX_SPLITS), rounded up to SPLIT_STEP,
+    size = max(split_step, L / target, longest / MAX_SPLITS), rounded up to split_step,
 so that short steps fill the machine, ragged ones are balanced, and a step with rows enough is not cut at all. A row of
 v keys gets at most ceil(v / size) ranges. Hence
     items   <= sum(v / size + 1) <= target + T_d, and <= T_d * MAX_SPLITS,
@@ -32,8 +32,8 @@ from gpu_runner.kernels.work_list_kernel import build_kernel
 
 TARGET_PROGRAMS = 132 * 8
 """Programs (ranges x KV heads) that a decode step is cut into if it has fewer rows: about two rounds of an H200."""
-SPLIT_STEP = 64
-"""Tokens; ranges of keys are multiples of it. Shorter ones cost more in partial results than they save."""
+SPLIT_STEP = 256
+"""Tokens; ranges of keys are multiples of it. Merging shorter ones costs more than they save."""
 MAX_SPLITS = 32
 """Ranges of one row, so that merging them is one tile."""
 PREFILL_TILE_ROWS = 128
@@ -60,6 +60,7 @@ class WorkList:
     num_kv_heads: int
     target_items: int
     tile_tokens: int
+    split_step: int
     window: int | None
     items: Tensor  # [decode_items(max_rows), ITEM_WORDS] int32
     tiles: Tensor  # [prefill_tiles(max_tokens), TILE_WORDS] int32
@@ -91,6 +92,7 @@ def allocate_work_list(
     device: torch.device,
     target_programs: int = TARGET_PROGRAMS,
     tile_rows: int = PREFILL_TILE_ROWS,
+    split_step: int = SPLIT_STEP,
 ) -> WorkList:
     """max_rows: rows of any step, below 2**16. max_tokens: of any step, at least max_rows, below 2**24.
 
@@ -110,6 +112,7 @@ def allocate_work_list(
         num_kv_heads=num_kv_heads,
         target_items=target,
         tile_tokens=tile_tokens,
+        split_step=split_step,
         window=window,
         items=zeros(min(max_rows + target, max_rows * MAX_SPLITS), ITEM_WORDS),
         tiles=zeros(num_tiles, TILE_WORDS),
@@ -156,7 +159,7 @@ def build_work_list(
         page_table.shape[1] * PAGE_SIZE,
         WINDOW=work.window or 0,
         TARGET=work.target_items,
-        STEP=SPLIT_STEP,
+        STEP=work.split_step,
         MAX_SPLITS=MAX_SPLITS,
         TILE=work.tile_tokens,
         ITEM_WORDS=ITEM_WORDS,

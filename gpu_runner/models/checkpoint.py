@@ -8,10 +8,11 @@ from typing import Protocol
 from torch import Tensor
 
 from gpu_runner.models.config import ModelConfig
+from gpu_runner.models.staging import Extent
 
 
 class Checkpoint(Protocol):
-    """An opened model. Opening has read and checked headers; no weight is read before `read`."""
+    """An opened model. Opening has read and checked headers; no weight is read before it is asked for."""
 
     @property
     def source(self) -> str:
@@ -27,6 +28,8 @@ class Checkpoint(Protocol):
     def stored_bytes(self, name: str) -> int:
         """Bytes the tensor takes in its file."""
 
+    def extent(self, name: str) -> Extent | None:
+        """Where the file holds the tensor's values as they are; None where `read` must compute them."""
+
     def read(self, name: str) -> Tensor:
-        """The tensor, on the CPU, in a floating-point type; its memory may be the mapped file's. Raises
-        `StartupError`."""
+        """A tensor without extent, on the CPU, in a floating-point type. Raises `StartupError`."""

@@ -64,7 +64,7 @@ class Decoder:
         residual = ops.embed(token_ids, weights.embedding)
         for layer, kv_layer, window in zip(weights.layers, kv_cache, config.layer_windows, strict=True):
             qkv = ops.norm_linear(residual, layer.input_norm, eps, layer.qkv, layer.qkv_bias)
-            q = ops.rotate_and_store(
+            heads = ops.attend(
                 qkv,
                 kv_layer,
                 meta,
@@ -73,8 +73,9 @@ class Decoder:
                 q_norm=layer.q_norm,
                 k_norm=layer.k_norm,
                 eps=eps,
+                scale=self._scale,
+                window=window,
             )
-            heads = ops.paged_attention(q, kv_layer, meta, scale=self._scale, window=window)
             ops.linear_add(heads.flatten(1), layer.o, layer.o_bias, residual)
             inner = ops.norm_gate_up(residual, layer.post_attention_norm, eps, layer.gate_up, layer.gate_up_bias)
             ops.linear_add(inner, layer.down, layer.down_bias, residual)

@@ -18,8 +18,14 @@ from gpu_runner.models.config import MAX_LAYERS, ModelConfig, RopeConfig
 from gpu_runner.models.family import Family
 from gpu_runner.models.fields import Fields
 from gpu_runner.models.gguf_header import DamagedError, GGUFHeader, TensorInfo, read_header
+from gpu_runner.models.staging import Extent
 
 ROPE_DIVISORS = "rope_freqs.weight"
+PLAIN_TYPES = {
+    GGMLQuantizationType.F32: torch.float32,
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
+}
 EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -45,6 +51,7 @@ class GGUFFile:
 
     def __init__(self, path: Path, families: Sequence[Family]) -> None:
         self.source = str(path)
+        self._path = path
         try:
             with path.open("rb") as file:
                 self._data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -68,14 +75,25 @@ class GGUFFile:
     def stored_bytes(self, name: str) -> int:
         return self._infos[name].num_bytes
 
+    def extent(self, name: str) -> Extent | None:
+        info = self._infos[name]
+        if info.kind not in PLAIN_TYPES or self._interleaved_heads(name):
+            return None
+        return Extent(self._path, info.start, info.num_bytes, PLAIN_TYPES[info.kind])
+
     def read(self, name: str) -> Tensor:
         tensor = self._dequantise(name, self._infos[name])
+        num_heads = self._interleaved_heads(name)
+        return _separate_halves(tensor, num_heads) if num_heads else tensor
+
+    def _interleaved_heads(self, name: str) -> int:
+        """Heads whose rows the tensor holds in llama.cpp's order; 0 for tensors in no need of another."""
         if self._family.gguf_interleaved_rope:
             if ".q_proj." in name:
-                return _separate_halves(tensor, self.config.num_heads)
+                return self.config.num_heads
             if ".k_proj." in name:
-                return _separate_halves(tensor, self.config.num_kv_heads)
-        return tensor
+                return self.config.num_kv_heads
+        return 0
 
     def _dequantise(self, name: str, info: TensorInfo) -> Tensor:
         row_bytes = info.num_bytes // max(1, int(np.prod(info.shape[:-1], dtype=np.int64)))

@@ -19,7 +19,7 @@ from gpu_runner.models.mistral import MISTRAL
 from gpu_runner.models.qwen2 import QWEN2
 from gpu_runner.models.qwen3 import QWEN3
 from gpu_runner.models.safetensors_folder import SafetensorsFolder
-from gpu_runner.models.weights import Progress, load_weights, random_weights
+from gpu_runner.models.weights import Progress, empty_weights, load_weights, random_weights
 
 FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3)
 
@@ -35,6 +35,11 @@ def random_model(model_path: str, *, device: torch.device, dtype: torch.dtype, o
     """A model of the config in `model_path` with random weights: for measuring speed without a checkpoint."""
     config = read_model_config(model_path)
     return Decoder(config, random_weights(config, device=device, dtype=dtype), ops or ReferenceOps())
+
+
+def sketch_model(config: ModelConfig, *, dtype: torch.dtype, ops: ModelOps) -> Decoder:
+    """A model of tensors without memory: it computes nothing, but calls what a real one calls."""
+    return Decoder(config, empty_weights(config, device=torch.device("meta"), dtype=dtype), ops)
 
 
 def load_model(

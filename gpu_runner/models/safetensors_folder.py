@@ -5,22 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import Tensor
 
 from asyncengine.errors import StartupError
 from gpu_runner.models.family import Family
 from gpu_runner.models.hf_config import MAX_JSON_BYTES, read_hf_config
+from gpu_runner.models.staging import Extent
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 
-_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -36,37 +36,34 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 class SafetensorsFolder:
-    """A `Checkpoint` over the shards of a folder. Each shard is mapped when its first tensor is read."""
+    """A `Checkpoint` over the shards of a folder, whose tensors all have extents."""
 
     def __init__(self, folder: Path, families: Sequence[Family]) -> None:
         self.source = str(folder)
         self.config = read_hf_config(folder, families)
-        self._files: dict[str, Path] = {}
-        self._entries: dict[str, _Entry] = {}
-        self._open: dict[Path, Any] = {}
+        self._extents: dict[str, Extent] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         for path in _shards(folder):
-            for name, entry in _read_header(path).items():
-                if name in self._entries:
-                    raise StartupError(f"{path}: tensor {name} is already in {self._files[name].name}")
-                self._files[name], self._entries[name] = path, entry
+            data_start, entries = _read_header(path)
+            for name, entry in entries.items():
+                if name in self._extents:
+                    raise StartupError(f"{path}: tensor {name} is already in {self._extents[name].path.name}")
+                start, end = entry.data_offsets
+                self._extents[name] = Extent(path, data_start + start, end - start, _DTYPES[entry.dtype])
+                self._shapes[name] = entry.shape
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: entry.shape for name, entry in self._entries.items()}
+        return self._shapes
 
     def stored_bytes(self, name: str) -> int:
-        start, end = self._entries[name].data_offsets
-        return end - start
+        return self._extents[name].num_bytes
+
+    def extent(self, name: str) -> Extent:
+        return self._extents[name]
 
     def read(self, name: str) -> Tensor:
-        path = self._files[name]
-        try:
-            if path not in self._open:
-                self._open[path] = safe_open(path, framework="pt", device="cpu")
-            tensor: Tensor = self._open[path].get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise StartupError(f"cannot read {name} from {path}: {error}") from error
-        return tensor
+        raise NotImplementedError(f"{name} has an extent")
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -88,8 +85,8 @@ def _shards(folder: Path) -> list[Path]:
     return files
 
 
-def _read_header(path: Path) -> dict[str, _Entry]:
-    """The tensors of one file, which must fill it without gap or overlap."""
+def _read_header(path: Path) -> tuple[int, dict[str, _Entry]]:
+    """Where one file's data begins, and its tensors, which must fill the rest without gap or overlap."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -104,15 +101,15 @@ def _read_header(path: Path) -> dict[str, _Entry]:
         raise StartupError(f"{path} is damaged: its header cannot be read: {error}") from error
     position = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
-        if entry.dtype not in _ITEM_BYTES:
-            raise StartupError(f"{path}: tensor {name} has type {entry.dtype}; {', '.join(_ITEM_BYTES)} are supported")
+        if entry.dtype not in _DTYPES:
+            raise StartupError(f"{path}: tensor {name} has type {entry.dtype}; {', '.join(_DTYPES)} are supported")
         start, end = entry.data_offsets
         if start != position:
             raise StartupError(f"{path} is damaged: tensor {name} starts at {start}, the one before ends at {position}")
-        if min(entry.shape, default=0) < 0 or end - start != math.prod(entry.shape) * _ITEM_BYTES[entry.dtype]:
+        if min(entry.shape, default=0) < 0 or end - start != math.prod(entry.shape) * _DTYPES[entry.dtype].itemsize:
             raise StartupError(f"{path} is damaged: tensor {name} of shape {entry.shape} has {end - start} bytes")
         position = end
     available = size - 8 - header_bytes
     if position != available:
         raise StartupError(f"{path} is damaged: its tensors need {position} bytes of data, it holds {available}")
-    return entries
+    return 8 + header_bytes, entries

@@ -12,6 +12,7 @@ from asyncengine.errors import StartupError
 from gpu_runner.models.checkpoint import Checkpoint
 from gpu_runner.models.config import ModelConfig
 from gpu_runner.models.decoder import DecoderWeights, LayerWeights
+from gpu_runner.models.staging import Staging
 
 Progress = Callable[[int, int], None]
 """Called with the bytes of the checkpoint read so far and in total."""
@@ -23,13 +24,22 @@ EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight
 def load_weights(
     checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype, progress: Progress
 ) -> DecoderWeights:
-    """Read every weight onto `device` as `dtype`, one tensor at a time.
+    """Read every weight into its place on `device`, as `dtype`; see `staging`.
 
     Raises `StartupError` when tensors are missing, have other shapes than the config says, or are not the decoder's.
     """
     wanted = expected_shapes(checkpoint.config)
     _check(checkpoint, wanted)
-    return _assemble(checkpoint.config, _Reader(checkpoint, wanted, device, dtype, progress))
+    with Staging(device) as staging:
+        reader = _Reader(checkpoint, wanted, device, dtype, staging, progress)
+        weights = _assemble(checkpoint.config, reader)
+        staging.finish(reader.count)
+    return weights
+
+
+def empty_weights(config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
+    """Memory of the model's shapes with nothing in it."""
+    return _assemble(config, _EmptyReader(expected_shapes(config), device, dtype))
 
 
 def random_weights(config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
@@ -126,22 +136,30 @@ class TensorReader(Protocol):
         """The named tensors, one after another along the first dimension, in new contiguous memory."""
 
 
-class _RandomReader:
+class _EmptyReader:
     def __init__(self, shapes: dict[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> None:
         self._shapes = shapes
         self._device, self._dtype = device, dtype
-        self._generator = torch.Generator(device).manual_seed(0)
 
     def fused(self, *names: str) -> Tensor:
         shapes = [self._shapes[name] for name in names]
-        out = torch.empty((sum(s[0] for s in shapes), *shapes[0][1:]), dtype=self._dtype, device=self._device)
+        return torch.empty((sum(s[0] for s in shapes), *shapes[0][1:]), dtype=self._dtype, device=self._device)
+
+
+class _RandomReader(_EmptyReader):
+    def __init__(self, shapes: dict[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(shapes, device, dtype)
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def fused(self, *names: str) -> Tensor:
+        out = super().fused(*names)
         if names[0].endswith("norm.weight"):
             return out.fill_(1.0)
         return out.normal_(0.0, RANDOM_DEVIATION, generator=self._generator)
 
 
-class _Reader:
-    """Copies tensors to their place and counts the bytes."""
+class _Reader(_EmptyReader):
+    """Fills tensors from a checkpoint and counts the bytes; what has an extent is only asked for."""
 
     def __init__(
         self,
@@ -149,21 +167,27 @@ class _Reader:
         wanted: dict[str, tuple[int, ...]],
         device: torch.device,
         dtype: torch.dtype,
+        staging: Staging,
         progress: Progress,
     ) -> None:
+        super().__init__(wanted, device, dtype)
         self._checkpoint = checkpoint
-        self._shapes = wanted
-        self._device, self._dtype = device, dtype
+        self._staging = staging
         self._progress = progress
         self._done = 0
         self._total = sum(checkpoint.stored_bytes(name) for name in wanted)
 
     def fused(self, *names: str) -> Tensor:
-        shapes = [self._shapes[name] for name in names]
-        rows = [shape[0] for shape in shapes]
-        out = torch.empty((sum(rows), *shapes[0][1:]), dtype=self._dtype, device=self._device)
-        for name, part in zip(names, torch.split(out, rows), strict=True):
-            part.copy_(self._checkpoint.read(name))
-            self._done += self._checkpoint.stored_bytes(name)
-            self._progress(self._done, self._total)
+        out = super().fused(*names)
+        for name, part in zip(names, torch.split(out, [self._shapes[name][0] for name in names]), strict=True):
+            extent = self._checkpoint.extent(name)
+            if extent is not None:
+                self._staging.fill(part, extent)
+            else:
+                part.copy_(self._checkpoint.read(name))
+                self.count(self._checkpoint.stored_bytes(name))
         return out
+
+    def count(self, num_bytes: int) -> None:
+        self._done += num_bytes
+        self._progress(self._done, self._total)

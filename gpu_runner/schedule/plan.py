@@ -21,7 +21,9 @@ class StartRows:
     """Slots that begin (or resume) in a step; their device state is set before the step runs. S rows.
 
     limit: total tokens (prompt + output) at which the row ends with LENGTH. min_tokens_until: while a sampled token's
-    index in the sequence is below this, `stop_ids` cannot be sampled. stop_ids: -1 pads.
+    index in the sequence is below this, `stop_ids` cannot be sampled. stop_ids: -1 pads. prompt_len: tokens that are no
+    output, also where a row resumes with some. logprobs: how many most likely tokens to report beside the chosen one.
+    bias_ids, bias_values: of row 0, then of row 1, ...; `num_bias` of each.
     """
 
     slot: Int32  # [S]
@@ -33,6 +35,14 @@ class StartRows:
     limit: Int32  # [S]
     min_tokens_until: Int32  # [S]
     stop_ids: Int32  # [S, MAX_STOP_IDS]
+    prompt_len: Int32  # [S]
+    presence_penalty: NDArray[np.float32]  # [S], 0 = off
+    frequency_penalty: NDArray[np.float32]  # [S], 0 = off
+    repetition_penalty: NDArray[np.float32]  # [S], 1 = off
+    logprobs: Int32  # [S], -1 = report none at all
+    num_bias: Int32  # [S]
+    bias_ids: Int32  # [sum of num_bias]
+    bias_values: NDArray[np.float32]  # [sum of num_bias]
 
     def __len__(self) -> int:
         return len(self.slot)
@@ -74,13 +84,48 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class StepLogprobs:
+    """Log-probabilities of a step's rows that ask for them and got a token: L rows.
+
+    rows: which of the rows they are, ascending. logprobs: of the row's token. top_ends: where each row's most likely
+    tokens end in the last two: falling log-probability, smaller id first among equals.
+    """
+
+    rows: Int32  # [L]
+    logprobs: NDArray[np.float32]  # [L]
+    top_ends: Int32  # [L]
+    top_ids: Int32  # [top_ends[-1]]
+    top_logprobs: NDArray[np.float32]  # [top_ends[-1]]
+
+    def of(self, kept: Bool) -> StepLogprobs | None:
+        """What is left, counted anew, when only the `kept` of all rows are; None if nothing. kept: [R]."""
+        here = kept[self.rows]
+        if not here.any():
+            return None
+        counts = np.diff(self.top_ends, prepend=np.int32(0))
+        tops = np.repeat(here, counts)
+        return StepLogprobs(
+            rows=(np.cumsum(kept, dtype=np.int32) - np.int32(1))[self.rows[here]],
+            logprobs=self.logprobs[here],
+            top_ends=np.cumsum(counts[here], dtype=np.int32),
+            top_ids=self.top_ids[tops],
+            top_logprobs=self.top_logprobs[tops],
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What came back of one step, row for row of its plan.
 
     tokens: the sampled token; -1 where the row sampled none, or had already ended on the device (an overshoot row).
     finish: a `Finish` (NONE, STOP or LENGTH) decided on the device.
+    device_begin_ns, device_end_ns: when the device ran the step, by its own clock; 0 where it has none. logprobs: None
+    where no row asks.
     """
 
     step: int
     tokens: Int32  # [R]
     finish: UInt8  # [R]
+    device_begin_ns: int = 0
+    device_end_ns: int = 0
+    logprobs: StepLogprobs | None = None

@@ -95,7 +95,9 @@ class PlanBuilder:
         requests = [request for request in (slots.request[s] for s in started) if request is not None]
         params = [request.params for request in requests]
         stop_ids = np.full((len(started), MAX_STOP_IDS), -1, np.int32)
+        biases: list[tuple[int, float]] = []
         for row, p in enumerate(params):
+            biases += p.logit_bias
             ids = dict.fromkeys(p.stop_token_ids + (() if p.ignore_eos else self._eos_ids))
             stop_ids[row, : len(ids)] = list(ids)
         return StartRows(
@@ -108,6 +110,14 @@ class PlanBuilder:
             limit=slots.limit[slot],
             min_tokens_until=slots.prompt_len[slot] + np.array([p.min_tokens for p in params], np.int32),
             stop_ids=stop_ids,
+            prompt_len=slots.prompt_len[slot],
+            presence_penalty=np.array([p.presence_penalty for p in params], np.float32),
+            frequency_penalty=np.array([p.frequency_penalty for p in params], np.float32),
+            repetition_penalty=np.array([p.repetition_penalty for p in params], np.float32),
+            logprobs=np.array([-1 if p.logprobs is None else p.logprobs for p in params], np.int32),
+            num_bias=np.array([len(p.logit_bias) for p in params], np.int32),
+            bias_ids=np.array([token for token, _ in biases], np.int32),
+            bias_values=np.array([value for _, value in biases], np.float32),
         )
 
     def _concatenate(self, parts: list[NDArray[np.int32]]) -> Int32:

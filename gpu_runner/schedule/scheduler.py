@@ -171,7 +171,10 @@ class Scheduler:
         rows, gens, tokens, finish = plan.row_slot, plan.row_gen, result.tokens, result.finish
         index = rows.astype(np.intp)
         valid = plan.row_samples & (tokens >= 0) & (slots.gen[index] == gens)
+        logprobs = result.logprobs
         if not valid.all():
+            if logprobs is not None:
+                logprobs = logprobs.of(valid)
             rows, gens, tokens, finish, index = rows[valid], gens[valid], tokens[valid], finish[valid], index[valid]
         known = slots.known[index]
         slots.token_cells[index * slots.max_model_len + known] = tokens
@@ -182,7 +185,7 @@ class Scheduler:
             for slot in rows[finish != Finish.NONE]:
                 self._end(int(slot))
                 self.counters.finished += 1
-        return StepOutput(plan.step, rows, gens, tokens, finish, opens)
+        return StepOutput(plan.step, rows, gens, tokens, finish, opens, logprobs)
 
     def take_closed(self) -> StepOutput | None:
         """Rows that were aborted since the last call, for the detokenizer to forget; None if there are none."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncengine.wire.messages import Finish, Open
-from gpu_runner.schedule.plan import Int32, UInt8
+from gpu_runner.schedule.plan import Int32, StepLogprobs, UInt8
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,7 @@ class StepOutput:
     tokens: Int32
     finish: UInt8
     opens: tuple[Open, ...]
+    logprobs: StepLogprobs | None = None
 
     def __len__(self) -> int:
         return len(self.slots)

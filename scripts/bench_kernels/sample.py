@@ -3,8 +3,10 @@
 Tokens are compared with the torch reference on the same device: `wrong` counts rows that differ, of those checked. A
 few in a million may, where the leads of two ids are closer than the logarithms' last bit. Then microseconds per call
 in a graph, with PDL, over two sets of logits; `passes` is the time in units of the floor. Logits of few rows stay in
-L2, as in a step, where the head has just written them. The last lines split calls into kernels. `--smoke` runs it
-without a GPU, at tiny shapes and without meaning.
+L2, as in a step, where the head has just written them. The lines that begin with `+` are the full variant's calls
+before and after a token is chosen, over sequences of HISTORY tokens; there `wrong` counts rows whose adjusted logits or
+most likely ids differ. The last lines split calls into kernels. `--smoke` runs it without a GPU, at tiny shapes and
+without meaning.
 """
 
 from __future__ import annotations
@@ -27,10 +29,14 @@ if SMOKE:
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from asyncengine.config import MAX_TOP_LOGPROBS, PAGE_SIZE  # noqa: E402
 from gpu_runner.device.state import DeviceState  # noqa: E402
-from gpu_runner.kernels import reference_sampling  # noqa: E402
+from gpu_runner.kernels import reference_adjust, reference_sampling  # noqa: E402
+from gpu_runner.kernels.reference_adjust import AdjustRows  # noqa: E402
 from gpu_runner.kernels.reference_sampling import SamplingRows  # noqa: E402
+from gpu_runner.kernels.result_layout import Results, result_words  # noqa: E402
 from gpu_runner.kernels.sample import FEW_ROWS_TILING, GREEDY_TILING, SAMPLE_TILING, Sampler, Tiling  # noqa: E402
+from gpu_runner.kernels.sample_full import FullSampling  # noqa: E402
 from gpu_runner.kernels.step_meta import new_step_meta  # noqa: E402
 
 DEVICE = torch.device("cpu" if SMOKE else "cuda")
@@ -39,6 +45,7 @@ ROWS = (1, 3) if SMOKE else (1, 64, 512)
 LAUNCHES = 2 if SMOKE else 16
 REPLAYS = 2 if SMOKE else 15
 FLOOR_BYTES_PER_US = 4.5e6
+HISTORY = 40 if SMOKE else 300
 SMOKE_TILING = Tiling(block=256, num_warps=4, stages=1, programs=4)
 
 
@@ -148,6 +155,87 @@ def median_us(launch: Callable[[int], None]) -> float:
     return statistics.median(times)
 
 
+@dataclass(frozen=True)
+class FullKind:
+    """What every row asks. logprobs: -1 reports none."""
+
+    name: str
+    penalties: bool
+    biases: int
+    logprobs: int
+
+
+FULL_KINDS = (
+    FullKind("+ nothing", False, 0, -1),
+    FullKind("+ penalties", True, 0, -1),
+    FullKind("+ 300 biases", False, 300, -1),
+    FullKind("+ logprobs 0", False, 0, 0),
+    FullKind("+ logprobs 5", False, 0, 5),
+    FullKind("+ logprobs 20", False, 0, 20),
+    FullKind("+ everything", True, 300, 20),
+)
+
+
+class FullCase(Case):
+    """The full variant's own kernels."""
+
+    def __init__(self, kind: FullKind, rows: int) -> None:
+        super().__init__(Kind(kind.name, True, {}), rows, torch.float32, None)
+        self.full_kind = kind
+        self.full = FullSampling(max_rows=rows, vocab=VOCAB, device=DEVICE)
+        pages = -(-HISTORY // PAGE_SIZE)
+        self.state = DeviceState(num_slots=rows, pages_per_seq=pages, device=DEVICE)
+        self.state.page_table.copy_(1 + torch.randperm(rows * pages).view(rows, pages))
+        self.page_tokens = torch.randint(0, VOCAB, (1 + rows * pages, PAGE_SIZE), dtype=torch.int32, device=DEVICE)
+        self.state.prompt_len.fill_(HISTORY // 2)
+        self.state.logprobs.fill_(kind.logprobs)
+        self.state.repetition_penalty.fill_(1.2 if kind.penalties else 1.0)
+        self.state.presence_penalty.fill_(0.5 if kind.penalties else 0.0)
+        self.state.frequency_penalty.fill_(0.25 if kind.penalties else 0.0)
+        self.state.num_bias.fill_(kind.biases)
+        self.state.bias_ids.copy_(torch.arange(self.state.bias_ids.shape[1]) * 3)
+        self.state.bias_values.fill_(0.01)
+        self.meta.row_start.fill_(HISTORY - 1)
+        self.results = Results.of(torch.zeros(result_words(rows), dtype=torch.int32, device=DEVICE))
+        self.sampled = torch.arange(rows, dtype=torch.int32, device=DEVICE)
+
+    def launch(self, index: int) -> None:
+        logits = self.logits[index % 2]
+        self.full.before(logits, self.state, self.meta, self.page_tokens)
+        self.full.after(logits, self.sampled, self.state, self.meta, self.page_tokens, self.results)
+
+    def wrong(self) -> int:
+        count = 0
+        for index, logits in enumerate(self.logits):
+            before = logits.clone()
+            self.launch(index)
+            for first in range(0, self.rows, 16):  # so that the reference's counts stay small
+                count += self._wrong_of(slice(first, first + 16), before, logits)
+        return count
+
+    def _wrong_of(self, part: slice, before: Tensor, after: Tensor) -> int:
+        state, wanted = self.state, self.full_kind.logprobs
+        rows = AdjustRows(
+            presence_penalty=state.presence_penalty[part],
+            frequency_penalty=state.frequency_penalty[part],
+            repetition_penalty=state.repetition_penalty[part],
+            num_bias=state.num_bias[part],
+            bias_ids=state.bias_ids[part],
+            bias_values=state.bias_values[part],
+            prompt_len=state.prompt_len[part],
+            length=self.meta.row_start[part] + 1,
+        )
+        history = self.page_tokens[state.page_table[part]].flatten(1)
+        wrong = (reference_adjust.adjust(before[part], history, rows) != after[part]).any(dim=1)
+        if wanted >= 0:
+            tops = reference_adjust.top_logprobs(
+                before[part], self.sampled[part], state.logprobs[part], most=MAX_TOP_LOGPROBS
+            )
+            wrong |= (self.results.top_ids[part, :wanted] != tops.ids[:, :wanted]).any(dim=1)
+            wrong |= (self.results.logprobs[part] - tops.chosen).abs() > 1e-4
+        return int(wrong.sum())
+
+
 def report(case: Case, note: str) -> None:
     checked = 2 * case.rows
     wrong = case.wrong()
@@ -177,12 +265,17 @@ def main() -> None:
     for rows in ROWS:
         for kind in KINDS:
             report(Case(kind, rows, torch.float32, None), "")
+    for rows in ROWS:
+        for full_kind in FULL_KINDS:
+            report(FullCase(full_kind, rows), f"history {HISTORY}")
     many = ROWS[-1]
     report(Case(PLAIN, 1, torch.float32, None, pdl=False), "no PDL")
     for kind in (GREEDY, PLAIN, TOP_K):
         report(Case(kind, many, torch.bfloat16, None), "bfloat16")
     if SMOKE:
         return
+    for rows in ROWS:
+        kernels_of(FullCase(FULL_KINDS[-1], rows))
     for kind in (TOP_P, FLAT):
         kernels_of(Case(kind, 1, torch.float32, None))
         kernels_of(Case(kind, many, torch.float32, None))

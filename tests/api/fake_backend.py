@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 
 from asyncengine.engine_info import EngineInfo, Health
 from asyncengine.errors import EngineError, InvalidRequestError
+from asyncengine.logprobs import TokenLogprob, TopLogprob
 from asyncengine.sampling import SamplingParams
 from asyncengine.streams import ChatPrompt, Delta
 
@@ -19,6 +21,8 @@ ANSWER = "".join(PIECES)
 class FakeBackend:
     """Every choice yields `pieces`, one token each, its own number put before the first; then it ends with "stop", or
     with "length" at `max_tokens`. Prompts are counted by character, id or message; all but one token are cached.
+
+    Asked for log-probabilities, token number `k` has -k/2, and the most likely ones are those before it.
 
     refusal: raised at the first iteration. failure: raised after `fail_after` deltas. hold_after: after so many deltas
     of a stream, wait until the stream is closed.
@@ -82,6 +86,17 @@ class FakeBackend:
             raise
         self.completed += 1
 
+    def subscribe(
+        self,
+        prompt: str | Sequence[int] | ChatPrompt,
+        params: SamplingParams | None = None,
+        *,
+        listener: Callable[[], None],
+        namespace: str = "",
+    ) -> FakeSubscription:
+        params = params or SamplingParams()
+        return FakeSubscription(self.generate(prompt, params), n=params.n, listener=listener)
+
     def _delta(self, index: int, text: str, count: int, size: int, params: SamplingParams) -> Delta:
         finish: str | None = None
         stop_reason: int | str | None = None
@@ -98,6 +113,17 @@ class FakeBackend:
             completion_tokens=count,
             finish_reason=finish,
             stop_reason=stop_reason,
+            logprobs=[] if params.logprobs is None else [self._logprob(index, text, count, params.logprobs)],
+        )
+
+    def _logprob(self, index: int, text: str, count: int, num_top: int) -> TokenLogprob:
+        before = "".join(self.pieces[: count - 1])
+        return TokenLogprob(
+            token_id=100 + count,
+            token=text.encode(),
+            logprob=-count / 2,
+            text_offset=len(f"{index}:{before}") if count > 1 else 0,
+            top=tuple(TopLogprob(100 + k, str(k).encode(), -k / 2) for k in range(num_top)),
         )
 
     def _check(self, prompt: str | Sequence[int] | ChatPrompt) -> int:
@@ -113,3 +139,43 @@ class FakeBackend:
                     f"prompt[{position}] is {token}, the vocabulary has {VOCAB_SIZE}", param="prompt"
                 )
         return len(prompt)
+
+
+class FakeSubscription:
+    """Calls the listener once for all deltas made at once, and makes no more than `n` before they are taken."""
+
+    def __init__(self, deltas: AsyncGenerator[Delta, None], *, n: int, listener: Callable[[], None]) -> None:
+        self._n = n
+        self._listener = listener
+        self._news: list[Delta] = []
+        self._error: Exception | None = None
+        self._room = asyncio.Event()
+        self._pump = asyncio.create_task(self._run(deltas))
+
+    @property
+    def over(self) -> bool:
+        return not self._news and self._pump.done()
+
+    def take(self) -> list[Delta]:
+        if not self._news and self._error is not None:
+            raise self._error
+        news, self._news = self._news, []
+        self._room.set()
+        return news
+
+    def close(self) -> None:
+        self._pump.cancel()
+
+    async def _run(self, deltas: AsyncGenerator[Delta, None]) -> None:
+        self._pump.add_done_callback(lambda _: self._pump.cancelled() or self._listener())
+        try:
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    if not self._news:
+                        asyncio.get_running_loop().call_soon(self._listener)
+                    self._news.append(delta)
+                    while len(self._news) == self._n:
+                        self._room.clear()
+                        await self._room.wait()
+        except Exception as error:  # noqa: BLE001 - raised again by `take`
+            self._error = error

@@ -239,3 +239,32 @@ async def test_news_of_several_choices_goes_out_in_one_write(server: Server, bac
         async for data, _ in response.content.iter_chunks():
             reads.append(data.count(b"data: {"))
     assert [count for count in reads if count] == [4, 4]
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+async def test_a_stream_is_framed_as_its_version_of_http_asks(server: Server, version: str) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    data = json.dumps({"prompt": "a", "stream": True}).encode()
+    head = f"POST {COMPLETIONS} HTTP/{version}\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    writer.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+    answer, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    chunked = version == "1.1"
+    assert (b"transfer-encoding: chunked" in answer.lower()) == chunked
+    if chunked:
+        sizes = []
+        text = b""
+        while body:
+            size, _, body = body.partition(b"\r\n")
+            sizes.append(int(size, 16))
+            text += body[: sizes[-1]]
+            assert body[sizes[-1] :].startswith(b"\r\n")
+            body = body[sizes[-1] + 2 :]
+        assert sizes[-1] == 0
+        assert len(sizes) > 3, "it came in pieces"
+    else:
+        text = body
+    *events, done, end = text.split(b"\n\n")
+    assert "".join(json.loads(event[6:])["choices"][0]["text"] for event in events) == f"0:{ANSWER}"
+    assert (done, end) == (b"data: [DONE]", b"")

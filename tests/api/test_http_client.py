@@ -23,6 +23,11 @@ PARAMS = SamplingParams(
     top_k=3,
     top_p=0.9,
     min_p=0.05,
+    presence_penalty=-1.5,
+    frequency_penalty=0.25,
+    repetition_penalty=1.25,
+    logit_bias=((7, -100.0), (0, 2.5)),
+    logprobs=2,
     seed=-7,
     stop=("x", "\n"),
     stop_token_ids=(5,),
@@ -47,7 +52,7 @@ async def test_the_models_are_those_of_the_server(client: AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-@pytest.mark.parametrize("params", [None, PARAMS])
+@pytest.mark.parametrize("params", [None, PARAMS, SamplingParams(logprobs=0)])
 async def test_deltas_and_parameters_survive_the_trip(
     client: AsyncClient, backend: FakeBackend, prompt: str | list[int] | ChatPrompt, params: SamplingParams | None
 ) -> None:

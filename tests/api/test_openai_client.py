@@ -110,3 +110,91 @@ async def test_sampling_fields_reach_the_engine(client: openai.AsyncOpenAI, back
     assert (params.max_tokens, params.temperature, params.top_p, params.seed) == (3, 0.0, 0.5, 7)
     assert (params.stop, params.n, params.top_k, params.min_p) == (("x", "y"), 2, 5, 0.1)
     assert (params.min_tokens, params.ignore_eos, params.priority) == (1, True, -3)
+
+
+async def test_a_completions_logprobs_are_the_clients_own_type(
+    client: openai.AsyncOpenAI, backend: FakeBackend
+) -> None:
+    backend.pieces = ("a", "é", "")
+    whole = await client.completions.create(model=MODEL, prompt="abc", logprobs=1)
+    logprobs = whole.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens == ["0:a", "é", ""]
+    assert logprobs.token_logprobs == [-0.5, -1.0, -1.5]
+    assert logprobs.text_offset == [0, 3, 4]
+    assert logprobs.top_logprobs == [{"0": 0.0, "0:a": -0.5}, {"0": 0.0, "é": -1.0}, {"0": 0.0, "": -1.5}]
+    assert logprobs.model_extra == {}
+
+
+async def test_a_chats_logprobs_are_the_clients_own_type(client: openai.AsyncOpenAI, backend: FakeBackend) -> None:
+    backend.pieces = ("a", "é", "")
+    whole = await client.chat.completions.create(model=MODEL, messages=HELLO, logprobs=True, top_logprobs=2)
+    logprobs = whole.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.refusal is None
+    assert logprobs.content is not None
+    assert [entry.token for entry in logprobs.content] == ["0:a", "é", ""]
+    assert [entry.bytes for entry in logprobs.content] == [[48, 58, 97], [0xC3, 0xA9], None]
+    assert [entry.logprob for entry in logprobs.content] == [-0.5, -1.0, -1.5]
+    tops = [(top.token, top.bytes, top.logprob) for top in logprobs.content[0].top_logprobs]
+    assert tops == [("0", [48], 0.0), ("1", [49], -0.5)]
+    assert logprobs.content[0].model_extra == {}
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("logprobs", [0, 1, 5, 20])
+async def test_streamed_completion_logprobs_are_those_not_streamed(
+    client: openai.AsyncOpenAI, n: int, logprobs: int
+) -> None:
+    asked: Any = {"model": MODEL, "prompt": "abc", "logprobs": logprobs, "n": n}
+    whole = await client.completions.create(**asked)
+    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    streamed: list[dict[str, list[Any]]] = [{name: [] for name in names} for _ in range(n)]
+    async for chunk in await client.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            for name in names if choice.logprobs else ():
+                streamed[choice.index][name] += getattr(choice.logprobs, name)
+    assert streamed == [{name: getattr(choice.logprobs, name) for name in names} for choice in whole.choices]
+    assert len(streamed[0]["tokens"]) == 5
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("top_logprobs", [None, 0, 3, 20])
+async def test_streamed_chat_logprobs_are_those_not_streamed(
+    client: openai.AsyncOpenAI, n: int, top_logprobs: int | None
+) -> None:
+    asked: Any = {"model": MODEL, "messages": HELLO, "logprobs": True, "top_logprobs": top_logprobs, "n": n}
+    whole = await client.chat.completions.create(**asked)
+    streamed: list[list[Any]] = [[] for _ in range(n)]
+    async for chunk in await client.chat.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.logprobs.content or [] if choice.logprobs else []
+    assert streamed == [choice.logprobs.content for choice in whole.choices]
+    assert [len(entry.top_logprobs) for entry in streamed[0]] == [top_logprobs or 0] * 5
+
+
+async def test_nobody_gets_logprobs_unasked(client: openai.AsyncOpenAI) -> None:
+    completion = await client.completions.create(model=MODEL, prompt="abc")
+    chat = await client.chat.completions.create(model=MODEL, messages=HELLO)
+    assert completion.choices[0].logprobs is chat.choices[0].logprobs is None
+    async for chunk in await client.completions.create(model=MODEL, prompt="abc", stream=True):
+        assert chunk.choices[0].logprobs is None
+
+
+async def test_penalties_and_bias_reach_the_engine(client: openai.AsyncOpenAI, backend: FakeBackend) -> None:
+    asked: Any = {"model": MODEL, "presence_penalty": 0.5, "frequency_penalty": -1, "logit_bias": {"50": -100, "7": 3}}
+    await client.completions.create(prompt="a", **asked, extra_body={"repetition_penalty": 1.2})
+    await client.chat.completions.create(messages=HELLO, **asked, extra_body={"repetition_penalty": 1.2})
+    for _, params in backend.calls:
+        assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.5, -1, 1.2)
+        assert params.logit_bias == ((50, -100), (7, 3))
+
+
+async def test_refused_adjustments_name_their_parameter(client: openai.AsyncOpenAI, backend: FakeBackend) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.chat.completions.create(model=MODEL, messages=HELLO, top_logprobs=2)
+    assert refused.value.param == "top_logprobs"
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.completions.create(model=MODEL, prompt="a", logit_bias={"5": 101})
+    assert refused.value.param == "logit_bias"
+    assert backend.calls == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,6 +43,9 @@ class Row(NamedTuple):
     gen: int
     token: int
     finish: Finish = Finish.NONE
+    logprobs: tuple[float, ...] = ()
+    """Of the token and then of `top_ids`; () where none were asked."""
+    top_ids: tuple[int, ...] = ()
 
 
 class Ring:
@@ -58,6 +62,7 @@ class Ring:
 
     def send(self, *rows: Row, opens: tuple[Open, ...] = ()) -> None:
         self._step += 1
+        asked = [index for index, row in enumerate(rows) if row.logprobs]
         self._frames.send(
             StepFrame(
                 self._step,
@@ -66,12 +71,22 @@ class Ring:
                 array("i", [row.token for row in rows]).tobytes(),
                 bytes([row.finish for row in rows]),
                 opens,
+                logprob_rows=array("i", asked).tobytes(),
+                logprobs=array("f", [rows[index].logprobs[0] for index in asked]).tobytes(),
+                top_ends=array("i", accumulate(len(rows[index].top_ids) for index in asked)).tobytes(),
+                top_ids=array("i", [token for index in asked for token in rows[index].top_ids]).tobytes(),
+                top_logprobs=array("f", [value for index in asked for value in rows[index].logprobs[1:]]).tobytes(),
             )
         )
 
     def receive(self, index: int = 0) -> list[Piece]:
         """The entries of the next message for API worker `index`."""
-        return pieces(receive_one(self._engines[index]))
+        return pieces(self.receive_message(index))
+
+    def receive_message(self, index: int = 0) -> Deltas:
+        message = receive_one(self._engines[index])
+        assert isinstance(message, Deltas)
+        return message
 
     def silent(self, index: int = 0) -> bool:
         """True when nothing more has come for API worker `index`."""
@@ -129,6 +144,7 @@ def opened(
     prompt_tail: tuple[int, ...] = (),
     prompt_tokens: int = 5,
     cached_tokens: int = 0,
+    logprobs: bool = False,
 ) -> Open:
-    options = DetokenizeOptions(stop, skip_special_tokens, include_stop, array("i", prompt_tail).tobytes())
+    options = DetokenizeOptions(stop, skip_special_tokens, include_stop, array("i", prompt_tail).tobytes(), logprobs)
     return Open(slot, gen, rid, msgspec.msgpack.encode(options), prompt_tokens, cached_tokens)

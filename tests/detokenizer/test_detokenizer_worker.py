@@ -11,6 +11,7 @@ from detokenizer_ring import WAIT_MS, Piece, Ring, Row, opened, pieces
 from toy_tokenizers import BYTE_LEVEL_SIZE, HIDDEN, LONG, byte_level
 
 from asyncengine.config import API_WORKER_SHIFT
+from asyncengine.wire.accounting import RingReader, RingWriter, TurnRecord
 from asyncengine.wire.messages import Finish, Open, StopHit
 from asyncengine.wire.pipes import Pipes, make_run_dir
 from detokenizer_proc.vocabulary import Vocabulary
@@ -23,6 +24,7 @@ VOCABULARY = Vocabulary(byte_level())
 class Bench:
     worker: Worker
     ring: Ring
+    accounts: RingReader[TurnRecord]
 
     def step(self, *rows: Row, opens: tuple[Open, ...] = ()) -> None:
         """Send one frame and let the worker take it."""
@@ -50,8 +52,10 @@ def make_bench(*, api_workers: int) -> Iterator[Bench]:
     run_dir = make_run_dir()
     pipes = Pipes(run_dir)
     ring = Ring(run_dir, api_workers=api_workers)
+    account = RingWriter(run_dir, "detokenizer_proc", 0, TurnRecord)
+    accounts = RingReader(run_dir / "detokenizer_proc.0.ring", TurnRecord)
     try:
-        yield Bench(Worker(VOCABULARY, pipes, index=0), ring)
+        yield Bench(Worker(VOCABULARY, pipes, index=0, ring=account), ring, accounts)
     finally:
         pipes.close()
         ring.pipes.close()
@@ -62,6 +66,18 @@ def piece(
     rid: int, text: str, ids: list[int], finish: Finish = Finish.NONE, stop_reason: int = -1, prompt: int = 5
 ) -> Piece:
     return Piece(rid, text, ids, finish, stop_reason, prompt, 0)
+
+
+def test_every_turn_that_had_a_frame_is_recorded(bench: Bench) -> None:
+    bench.worker.turn(0)
+    bench.ring.send(Row(3, 1, ord("a")), Row(4, 1, ord("b")), opens=(opened(3, 1, 70), opened(4, 1, 71)))
+    bench.step(Row(3, 1, ord("b")))
+    bench.step(Row(3, 1, ord("c"), Finish.LENGTH))
+    records = bench.accounts.snapshot()
+    assert sum(record.messages for record in records) == 3
+    assert sum(record.items for record in records) == 4
+    assert records[-1].open == 1
+    assert all(0 < record.begin <= record.middle <= record.end for record in records)
 
 
 def test_a_row_opens_runs_and_ends_at_its_limit(bench: Bench) -> None:

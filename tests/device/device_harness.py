@@ -113,6 +113,12 @@ class Row:
     limit: int = NEVER
     min_tokens_until: int = 0
     stop_ids: tuple[int, ...] = ()
+    prompt_len: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int = -1
+    logit_bias: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -172,6 +178,14 @@ class Rig:
                 stop_ids=np.array(
                     [[*row.stop_ids, *[-1] * (MAX_STOP_IDS - len(row.stop_ids))] for row in rows], dtype=np.int32
                 ).reshape(-1, MAX_STOP_IDS),
+                prompt_len=np.array([row.prompt_len for row in rows], dtype=np.int32),
+                presence_penalty=np.array([row.presence_penalty for row in rows], dtype=np.float32),
+                frequency_penalty=np.array([row.frequency_penalty for row in rows], dtype=np.float32),
+                repetition_penalty=np.array([row.repetition_penalty for row in rows], dtype=np.float32),
+                logprobs=np.array([row.logprobs for row in rows], dtype=np.int32),
+                num_bias=np.array([len(row.logit_bias) for row in rows], dtype=np.int32),
+                bias_ids=np.array([token for row in rows for token in row.logit_bias], dtype=np.int32),
+                bias_values=np.array([b for row in rows for b in row.logit_bias.values()], dtype=np.float32),
             ),
         )
 

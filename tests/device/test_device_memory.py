@@ -16,7 +16,14 @@ PAGE = 2 * 2 * 2 * 16 * 8 * 4
 
 
 def size(config: EngineConfig, *, memory_bytes: int = 2**40, budget_bytes: int = 2**40) -> KvSize:
-    return size_kv_cache(config, CONFIG, torch.float32, memory_bytes=memory_bytes, budget_bytes=budget_bytes)
+    return size_kv_cache(
+        config,
+        CONFIG,
+        torch.float32,
+        memory_bytes=memory_bytes,
+        budget_bytes=budget_bytes,
+        remedy=lambda missing: f"find {missing} bytes",
+    )
 
 
 def test_a_pools_tokens_are_rounded_down_to_pages_and_the_dummy_comes_on_top() -> None:
@@ -34,7 +41,8 @@ def test_without_a_size_the_budget_decides() -> None:
 
 @pytest.mark.parametrize("budget", [-5, 0, PAGE, 2 * PAGE - 1])
 def test_memory_for_less_than_one_page_is_refused_with_both_numbers(budget: int) -> None:
-    with pytest.raises(StartupError, match=rf"too little memory for one page .* 8,192 bytes, and {max(0, budget):,} "):
+    found = rf"too little memory for one page .* 8,192 bytes, and {max(0, budget):,} .* find {2 * PAGE - budget} bytes"
+    with pytest.raises(StartupError, match=found):
         size(EngineConfig(), budget_bytes=budget)
     assert size(EngineConfig(), budget_bytes=2 * PAGE) == KvSize(num_pages=2, max_model_len=16)
 
@@ -53,8 +61,11 @@ def test_a_pool_beyond_memory_is_refused_saying_what_fits() -> None:
 def test_a_context_beyond_the_model_or_the_pool_is_refused_saying_what_fits() -> None:
     with pytest.raises(StartupError, match="max_model_len 257 is beyond the 256 positions"):
         wanted_model_len(EngineConfig(max_model_len=257), CONFIG)
-    with pytest.raises(StartupError, match=r"max_model_len 256 does not fit .* 112 tokens; lower max_model_len to 112"):
-        size(EngineConfig(max_model_len=256, kv_cache_tokens=112))
+    found = r"max_model_len 250 does not fit .* 112 tokens; lower max_model_len to 112, or raise kv_cache_tokens to 256"
+    with pytest.raises(StartupError, match=found):
+        size(EngineConfig(max_model_len=250, kv_cache_tokens=112))
+    with pytest.raises(StartupError, match=rf"lower max_model_len to 64, or find {12 * PAGE} bytes"):
+        size(EngineConfig(max_model_len=256), budget_bytes=5 * PAGE)
     assert wanted_model_len(EngineConfig(max_model_len=256), CONFIG) == 256
     assert wanted_model_len(EngineConfig(), CONFIG) == 256
 

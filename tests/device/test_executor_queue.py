@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -116,6 +117,16 @@ def test_results_stay_what_they_were_when_their_buffer_is_used_again() -> None:
     again = make_rig(CPU)
     assert tokens == again.generate([5, 6], 7, row=Row(), first_page=3)
     again.executor.close()
+
+
+def test_a_cpus_step_is_timed_by_the_hosts_clock() -> None:
+    rig = make_rig(CPU)
+    before = time.monotonic_ns()
+    results = [rig.run(first_plan(rig)), rig.run(rig.plan(decode=[(0, 2)]))]
+    after = time.monotonic_ns()
+    rig.executor.close()
+    borders = [time for result in results for time in (result.device_begin_ns, result.device_end_ns)]
+    assert [before, *borders, after] == sorted([before, *borders, after])
 
 
 def test_closing_waits_for_what_was_launched_and_ends_the_thread() -> None:

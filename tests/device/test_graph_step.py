@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import deque
 
 import numpy as np
@@ -158,3 +159,33 @@ def test_seeded_tokens_are_the_same_alone_and_among_others(executor: Executor) -
     same = [sum(a == b for a, b in zip(x, y, strict=False)) / len(x) for x, y in zip(together, alone, strict=True)]
     assert np.mean(same) > 0.8
     assert together == run(executor, prompts, params)
+
+
+def test_the_device_times_steps_one_after_the_other_and_within_the_hosts_time(executor: Executor) -> None:
+    scheduler = Scheduler(
+        num_pages=executor.num_pages,
+        max_model_len=executor.max_model_len,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=executor.max_step_tokens,
+    )
+    for rid, prompt in enumerate(make_prompts([7, 40])):
+        params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+        scheduler.add(rid=rid, prompt=prompt, params=params, max_tokens=30)
+    spans: list[tuple[int, int]] = []
+    in_flight: deque[StepPlan] = deque()
+    begin = time.monotonic_ns()
+    while scheduler.has_work or in_flight:
+        plan = scheduler.plan()
+        if plan is not None:
+            executor.launch(plan)
+            in_flight.append(plan)
+        if in_flight and (plan is None or len(in_flight) == 2):
+            result = executor.collect()
+            spans.append((result.device_begin_ns, result.device_end_ns))
+            scheduler.commit(in_flight.popleft(), result)
+    host_ns = time.monotonic_ns() - begin
+    borders = [time for span in spans for time in span]
+    assert len(spans) >= 30
+    assert borders[0] > 0
+    assert borders == sorted(borders)
+    assert 0 < sum(end - begin for begin, end in spans) <= borders[-1] - borders[0] <= host_ns

@@ -6,26 +6,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import pytest
 import torch
 from device_harness import Prefill, Rig, Row
 
-from gpu_runner.device.buffers import Prefixes
+from asyncengine.config import MAX_BIAS_IDS
+from gpu_runner.device.buffers import pack
 from gpu_runner.device.sampling_path import SamplingPath, SamplingPaths
+from gpu_runner.device.upload_views import UploadViews
+from gpu_runner.kernels.upload_layout import upload_words
 from gpu_runner.schedule.plan import StepPlan
 
 GREEDY = SamplingPath(greedy=True, filtered=False, bans_stop_ids=False)
-
-
-@pytest.mark.parametrize("size", [1, 2, 33, 64, 100])
-def test_a_prefix_holds_the_words_asked_for_and_at_most_twice_as_many(size: int) -> None:
-    buffer = torch.arange(size)
-    prefixes = Prefixes(buffer)
-    for words in range(1, size + 1):
-        prefix = prefixes.holding(words)
-        assert words <= len(prefix) <= min(2 * words, size)
-        assert prefix.data_ptr() == buffer.data_ptr()
-        assert prefix is prefixes.holding(words), "it is made once"
 
 
 class Plans:
@@ -68,6 +59,58 @@ def test_the_same_slots_with_new_parameters_get_a_new_answer() -> None:
     assert paths.choose(plans.decode([1], 2)) == GREEDY
     paths.choose(plans.prefill({1: Row(temperature=0.5, top_k=3)}))
     assert paths.choose(plans.decode_again(2)) == SamplingPath(greedy=False, filtered=True, bans_stop_ids=False)
+
+
+def test_penalties_biases_and_log_probabilities_take_the_full_path_only_while_their_rows_sample() -> None:
+    plans, paths = Plans(), SamplingPaths(8)
+    asking = {
+        1: Row(presence_penalty=0.5),
+        2: Row(frequency_penalty=-0.5),
+        3: Row(repetition_penalty=1.1),
+        4: Row(logit_bias={5: 1.0}),
+        5: Row(logprobs=0),
+        6: Row(),
+    }
+    path = paths.choose(plans.prefill(asking))
+    assert (path.full, path.adjusts, path.logprobs) == (True, True, True)
+    for slot in asking:
+        path = paths.choose(plans.decode([6, slot], 3))
+        assert (path.adjusts, path.logprobs) == (slot < 5, slot == 5)
+        assert (paths.logprob_rows is None) == (slot != 5)
+    chunk = replace(plans.decode([5, 6], 4), row_samples=np.array([False, True]))
+    assert paths.choose(chunk) == GREEDY
+    assert paths.choose(plans.decode([6, 5], 3)).full
+    assert paths.logprob_rows is not None
+    assert paths.logprob_rows.tolist() == [1]
+    paths.choose(plans.prefill({slot: Row() for slot in asking}))
+    assert paths.choose(plans.decode([1, 2, 3, 4, 5, 6], 3)) == GREEDY
+
+
+def test_biases_find_their_cells_whichever_rows_have_some() -> None:
+    plans, num_slots = Plans(), 8
+    rows = {6: Row(logit_bias={5: 1.0, 9: -2.0}), 1: Row(), 3: Row(logit_bias={0: 0.5})}
+    plan = plans.prefill(rows)
+    buffer = np.full(upload_words(num_slots=num_slots, pages_per_seq=1, max_step_tokens=6), -7, np.int32)
+    packed = pack(plan, GREEDY, pages_per_seq=1, buffer=buffer)
+    tensor = torch.from_numpy(buffer)
+    views = UploadViews(packed, tensor, tensor)
+    assert views.bias_cell.tolist() == [6 * MAX_BIAS_IDS, 6 * MAX_BIAS_IDS + 1, 3 * MAX_BIAS_IDS]
+    assert views.bias_id.tolist() == [5, 9, 0]
+    assert views.bias_value.tolist() == [1.0, -2.0, 0.5]
+    assert views.start("num_bias").tolist() == [2, 0, 1]
+
+
+def test_the_largest_plan_fits_the_upload_buffer() -> None:
+    plans, num_slots, pages_per_seq = Plans(), 4, 3
+    row = Row(logit_bias=dict.fromkeys(range(MAX_BIAS_IDS), 0.5), stop_ids=(1, 2))
+    plan = plans.rig.plan(
+        prefill=[Prefill(slot, 0, [5] * 48) for slot in range(num_slots)],
+        start=dict.fromkeys(range(num_slots), row),
+        pages=[(slot, index, 1) for slot in range(num_slots) for index in range(pages_per_seq)],
+    )
+    words = upload_words(num_slots=num_slots, pages_per_seq=pages_per_seq, max_step_tokens=48 * num_slots)
+    packed = pack(plan, GREEDY, pages_per_seq=pages_per_seq, buffer=np.empty(words, np.int32))
+    assert packed.words <= words
 
 
 def test_other_rows_get_an_answer_of_their_own() -> None:

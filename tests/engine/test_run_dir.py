@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncengine.run_dir import OWNER_FILE, RunDir, remove_stale
+from asyncengine.run_dir import OWNER_FILE, RunDir, in_use, remove_stale
 from asyncengine.wire.pipes import make_run_dir
 
 
@@ -31,6 +31,19 @@ def test_engines_side_by_side_keep_their_directories(parent: Path) -> None:
     two.remove()
     two.remove()
     assert [*parent.iterdir()] == []
+
+
+def test_the_directories_of_living_engines_are_found_the_newest_first(parent: Path) -> None:
+    one, two = RunDir(), RunDir()
+    os.utime(one.path, ns=(1, 1))
+    left = make_run_dir()
+    (left / OWNER_FILE).touch()
+    (parent / "asyncengine-other").mkdir()
+    assert in_use(parent) == [two.path, one.path]
+    two.remove()
+    assert in_use(parent) == [one.path]
+    assert left.exists(), "to look is not to remove"
+    one.remove()
 
 
 def test_a_directory_that_nobody_holds_is_removed_with_all_it_holds(parent: Path) -> None:

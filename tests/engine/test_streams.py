@@ -8,6 +8,7 @@ from array import array
 import pytest
 
 from asyncengine.errors import EngineDeadError, EngineError
+from asyncengine.logprobs import TokenLogprob
 from asyncengine.streams import Delta, RequestStream
 from asyncengine.wire.messages import Finish
 
@@ -65,6 +66,32 @@ async def test_a_waiting_caller_gets_each_delta_as_it_comes_with_total_counts() 
     assert [delta.token_ids for delta in deltas] == [[0], [1], [2]]
     assert [delta.completion_tokens for delta in deltas] == [1, 2, 3]
     assert [delta.finish_reason for delta in deltas] == [None, None, "length"]
+
+
+def entry(token: int) -> TokenLogprob:
+    return TokenLogprob(token_id=token, token=b"x", logprob=-0.5, text_offset=0)
+
+
+async def test_log_probabilities_merge_like_text_and_are_told_once() -> None:
+    stream = make_stream()
+    for token in (1, 2):
+        stream.feed(
+            0,
+            memoryview(b"x"),
+            memoryview(array("i", [token]).tobytes()),
+            finish=0,
+            stop_reason=-1,
+            prompt_tokens=5,
+            cached_tokens=3,
+            logprobs=[entry(token)],
+        )
+    feed(stream, 0, "y", [3])
+    first = await stream.next()
+    feed(stream, 0, "z", [4], Finish.LENGTH)
+    second = await stream.next()
+    assert first is not None
+    assert second is not None
+    assert (first.logprobs, second.logprobs) == ([entry(1), entry(2)], [])
 
 
 async def test_each_choice_has_at_most_one_pending_delta_and_the_oldest_goes_first() -> None:

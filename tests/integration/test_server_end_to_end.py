@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from pathlib import Path
 
 import aiohttp
 import numpy as np
@@ -18,6 +20,7 @@ from support.tokenizers_cache import default_model_file
 from asyncengine import AsyncEngine, EngineConfig, InvalidRequestError, SamplingParams
 from asyncengine.api.app import bound_port, run_app
 from asyncengine.tokenizer_file import load_tokenizer
+from asyncengine.wire.accounting import RingReader, StepRecord, TurnRecord
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
@@ -91,6 +94,33 @@ async def test_raw_server_sent_events_carry_the_answer_and_end_with_done(url: st
     assert events[-1] == "[DONE]"
     texts = [json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events[:-1]]
     assert "".join(texts) == ANSWER
+
+
+async def test_every_process_accounts_for_what_it_did(engine: AsyncEngine) -> None:
+    run_dir = engine._supervisor.run_dir
+    rings = {role: _ring(run_dir, role) for role in ("tokenizer_proc", "detokenizer_proc", "engine")}
+    loop = RingReader(run_dir / "gpu_runner.0.ring", StepRecord)
+    begun = loop.written
+    written = {role: ring.written for role, ring in rings.items()}
+    before = time.monotonic_ns()
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    async with aclosing(engine.generate("Count to ten.", params)) as deltas:
+        tokens = [token async for delta in deltas for token in delta.token_ids]
+    after = time.monotonic_ns()
+    # the last request's overshoot may have been on the device still
+    steps = [record for record in loop.snapshot(begun) if record.collected and record.device_begin > before]
+    assert len(steps) >= len(tokens) == 20
+    for record in steps:
+        assert record.drain <= record.plan <= record.wait <= record.commit <= record.send <= record.end
+        assert record.device_begin < record.device_end < record.commit < after
+    assert {role: ring.written > written[role] for role, ring in rings.items()} == dict.fromkeys(rings, True)
+    gauges = await wait_until(engine, lambda gauges: gauges["host_us_per_step"] > 0)
+    assert 0 < gauges["gpu_busy_permille"] <= 1000
+    assert sum(record.items for record in rings["detokenizer_proc"].snapshot(written["detokenizer_proc"])) >= 20
+
+
+def _ring(run_dir: Path, role: str) -> RingReader[TurnRecord]:
+    return RingReader(run_dir / f"{role}.0.ring", TurnRecord)
 
 
 async def test_choices_and_seeds(client: openai.AsyncOpenAI) -> None:

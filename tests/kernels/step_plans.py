@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncengine.config import MAX_STOP_IDS, PAGE_SIZE
+from asyncengine.config import MAX_STOP_IDS, MAX_TOP_LOGPROBS, PAGE_SIZE
 from gpu_runner.device.buffers import pack
 from gpu_runner.device.sampling_path import SamplingPaths
 from gpu_runner.device.state import DeviceState
@@ -18,7 +18,8 @@ from gpu_runner.schedule.plan import Int32, StartRows, StepPlan
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STATE_TENSORS = (
     *("page_table", "last_token", "kv_len", "done", "temperature", "top_k", "top_p", "min_p", "seed", "limit"),
-    *("min_tokens_until", "stop_ids"),
+    *("min_tokens_until", "stop_ids", "prompt_len", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("logprobs", "num_bias", "bias_ids", "bias_values"),
 )
 
 
@@ -32,6 +33,7 @@ def start_rows(generator: np.random.Generator, slots: list[int], limits: list[in
     stop_ids = np.full((count, MAX_STOP_IDS), -1, dtype=np.int32)
     stop_ids[:, :2] = generator.integers(-1, vocab, (count, 2))
     stop_ids[:, -1] = generator.integers(-1, vocab, count)
+    num_bias = np.minimum(generator.integers(-5, 12, count).clip(0), vocab).astype(np.int32)
     return StartRows(
         slot=int32(*slots),
         temperature=generator.uniform(0, 1e-6, count).astype(np.float32),
@@ -42,6 +44,14 @@ def start_rows(generator: np.random.Generator, slots: list[int], limits: list[in
         limit=int32(*limits),
         min_tokens_until=int32(*(limit - 4 for limit in limits)),
         stop_ids=stop_ids,
+        prompt_len=generator.integers(1, 100, count).astype(np.int32),
+        presence_penalty=generator.uniform(-2, 2, count).astype(np.float32),
+        frequency_penalty=generator.uniform(-2, 2, count).astype(np.float32),
+        repetition_penalty=generator.uniform(0.5, 2, count).astype(np.float32),
+        logprobs=generator.integers(-1, MAX_TOP_LOGPROBS + 1, count).astype(np.int32),
+        num_bias=num_bias,
+        bias_ids=np.concatenate([int32(), *(generator.permutation(vocab)[:size] for size in num_bias)], dtype=np.int32),
+        bias_values=generator.uniform(-100, 100, num_bias.sum()).astype(np.float32),
     )
 
 

@@ -35,6 +35,7 @@ def work_for(
         window=window,
         device=torch.device(DEVICE),
         target_programs=target_programs,
+        split_step=64,
     )
     work.partial_out.fill_(torch.nan)
     work.partial_lse.fill_(torch.nan)

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu_runner.kernels.work_list import MAX_SPLITS, SPLIT_STEP, WorkList, allocate_work_list, build_work_list
+from gpu_runner.kernels.work_list import MAX_SPLITS, WorkList, allocate_work_list, build_work_list
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGES_PER_SEQ = 600
+SPLIT_STEP = 64
 
 
 def build(
@@ -27,6 +28,7 @@ def build(
     work = allocate_work_list(
         max_rows=max_rows, max_tokens=max(max_rows, num_tokens), num_heads=4, num_kv_heads=2, head_dim=16,
         window=window, device=DEVICE, target_programs=target_programs, tile_rows=tile_rows,
+        split_step=SPLIT_STEP,
     )  # fmt: skip
     work.items.fill_(-7)
     work.tiles.fill_(-7)

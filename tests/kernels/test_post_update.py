@@ -12,14 +12,15 @@ import torch
 from step_plans import DEVICE, STATE_TENSORS, PlanMaker, poisoned_state
 from torch import Tensor
 
-from asyncengine.config import MAX_STOP_IDS
+from asyncengine.config import MAX_STOP_IDS, PAGE_SIZE
 from asyncengine.wire.messages import Finish
-from gpu_runner.device.buffers import pack
+from gpu_runner.device.buffers import RingSlot, pack
 from gpu_runner.device.sampling_path import SamplingPaths
 from gpu_runner.device.state import DeviceState
 from gpu_runner.device.step import Step
 from gpu_runner.kernels.ops import BatchMeta
 from gpu_runner.kernels.post_update import FINISH_LENGTH, FINISH_STOP, post_update
+from gpu_runner.kernels.result_layout import Results, result_words
 from gpu_runner.kernels.step_meta import StepMeta, new_step_meta, step_meta
 from gpu_runner.kernels.upload_layout import upload_words
 
@@ -46,6 +47,15 @@ def meta_of(
     for name, values in (given | {"sample_row": sample_row}).items():
         getattr(meta, name)[: len(values)] = device_int32(*values)
     return meta
+
+
+def poisoned_results(num_slots: int) -> Tensor:
+    return torch.full((result_words(num_slots),), -7, dtype=torch.int32, device=DEVICE)
+
+
+def columns(results: Tensor) -> list[list[int]]:
+    parts = Results.of(results)
+    return [parts.tokens.tolist(), parts.finish.tolist()]
 
 
 def running_state(num_slots: int) -> DeviceState:
@@ -76,10 +86,9 @@ def test_rows_advance_finish_and_stay_as_they_should() -> None:
         sample_row=[1, 2, 3, 4, 5],  # row 0 is a chunk that is not the prompt's last
         size=8,
     )
-    results = torch.full((2, 8), -7, dtype=torch.int32, device=DEVICE)
+    results = poisoned_results(8)
     post_update(device_int32(30, 31, 32, 33, 34, 35, 36), state, meta, results)
-    assert results[0].tolist() == [-1, 30, 31, 32, 33, -1, -1, -1]
-    assert results[1].tolist() == [0, 1, 1, 2, 0, 0, 0, 0]
+    assert columns(results) == [[-1, 30, 31, 32, 33, -1, -1, -1], [0, 1, 1, 2, 0, 0, 0, 0]]
     assert state.kv_len.tolist() == [5, 14, 20, 20, 20, 20, 5]
     assert state.last_token.tolist() == [7, 7, 30, 31, 32, 33, 7]
     assert state.done.tolist() == [True, False, True, True, True, False, False]
@@ -88,9 +97,9 @@ def test_rows_advance_finish_and_stay_as_they_should() -> None:
 def test_a_step_in_which_no_row_samples_still_advances_its_rows() -> None:
     state = running_state(3)
     meta = meta_of(row_slot=[2], row_start=[32], row_len=[16], was_done=[0], sample_row=[], size=3)
-    results = torch.full((2, 3), -7, dtype=torch.int32, device=DEVICE)
+    results = poisoned_results(3)
     post_update(device_int32(), state, meta, results)
-    assert results.tolist() == [[-1, -1, -1], [0, 0, 0]]
+    assert columns(results) == [[-1, -1, -1], [0, 0, 0]]
     assert state.kv_len.tolist() == [7, 7, 48]
     assert state.last_token.tolist() == [7, 7, 7]
 
@@ -108,17 +117,35 @@ def test_more_rows_and_samples_than_one_program_takes() -> None:
     )
     state.limit[:] = 500
     sampled = device_int32(*range(2000, 2000 + len(sampling)))
-    results = torch.full((2, rows), -7, dtype=torch.int32, device=DEVICE)
+    results = poisoned_results(rows)
     post_update(sampled, state, meta, results)
     expected = {row: 2000 + index for index, row in enumerate(sampling) if not was_done[row]}
     finish = {row: 2 if begins[row] + 3 >= 500 else 0 for row in expected}
-    assert results[0].tolist() == [expected.get(row, -1) for row in range(rows)]
-    assert results[1].tolist() == [finish.get(row, 0) for row in range(rows)]
+    assert columns(results) == [
+        [expected.get(row, -1) for row in range(rows)],
+        [finish.get(row, 0) for row in range(rows)],
+    ]
     by_slot = {slot: row for row, slot in enumerate(slots)}
     ends = [7 if was_done[by_slot[slot]] else begins[by_slot[slot]] + 2 for slot in range(rows)]
     assert state.kv_len.tolist() == ends
     assert state.last_token.tolist() == [expected.get(by_slot[slot], 7) for slot in range(rows)]
     assert state.done.tolist() == [bool(was_done[by_slot[s]] or finish.get(by_slot[s], 0)) for s in range(rows)]
+
+
+def test_the_times_of_a_step_are_in_order_on_a_gpu_and_zero_under_the_interpreter() -> None:
+    state, results = running_state(3), poisoned_results(3)
+    meta = new_step_meta(max_rows=3, max_tokens=1, device=DEVICE)
+    meta.begin_time.fill_(-7)
+    nothing = torch.zeros(upload_words(num_slots=3, pages_per_seq=1, max_step_tokens=1), dtype=torch.int32)
+    page_tokens = torch.zeros(1, PAGE_SIZE, dtype=torch.int32, device=DEVICE)
+    step_meta(nothing.to(DEVICE), state, meta, page_tokens, num_tokens=1)
+    post_update(device_int32(), state, meta, results)
+    begin, end = Results.of(results).times.tolist()
+    assert begin == int(meta.begin_time)
+    if DEVICE.type == "cpu":
+        assert begin == end == 0
+    else:
+        assert 0 < begin < end < begin + 10**10
 
 
 class RecordingDecoder:
@@ -150,6 +177,12 @@ def replayable(work: Callable[[], None]) -> Callable[[], object]:
     return graph.replay
 
 
+class NoMark:
+    def record(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+
 @pytest.mark.parametrize(("seed", "num_slots", "most_starts"), [(0, 4, 3), (1, 11, 4), (2, 1, 1)])
 def test_long_sequences_of_random_plans_leave_the_same_as_the_torch_step(
     seed: int, num_slots: int, most_starts: int
@@ -160,33 +193,41 @@ def test_long_sequences_of_random_plans_leave_the_same_as_the_torch_step(
     expected, actual = (poisoned_state(num_slots, pages_per_seq) for _ in range(2))
     step = Step(
         decoder=decoder,
-        kv_cache=torch.empty(0),
+        kv_cache=torch.empty(0, 2, 1000, 0),
         state=expected,
         max_step_tokens=max_step_tokens,
         upload_words=words,
     )
     maker = PlanMaker(num_slots, pages_per_seq, vocab, np.random.default_rng(seed))
     meta = new_step_meta(max_rows=num_slots, max_tokens=max_step_tokens, device=DEVICE)
-    host_upload = torch.empty(words, dtype=torch.int32)
-    host_results = torch.empty(2, num_slots, dtype=torch.int32)
+    host = RingSlot.allocate(upload_words=words, num_slots=num_slots, pinned=False, mark=NoMark())
+    step.connect([host])
     upload = torch.zeros(words, dtype=torch.int32, device=DEVICE)  # a plan of nothing
     sampled = torch.zeros(num_slots, dtype=torch.int32, device=DEVICE)
-    results = torch.zeros(2, num_slots, dtype=torch.int32, device=DEVICE)
-    start_step = replayable(lambda: step_meta(upload, actual, meta, num_tokens=max_step_tokens))
+    results = torch.zeros(result_words(num_slots), dtype=torch.int32, device=DEVICE)
+    page_tokens = torch.zeros(1000, PAGE_SIZE, dtype=torch.int32, device=DEVICE)
+    start_step = replayable(lambda: step_meta(upload, actual, meta, page_tokens, num_tokens=max_step_tokens))
     end_step = replayable(lambda: post_update(sampled, actual, meta, results))
     overshoots = stops = lengths = 0
     for _ in range(60):
         plan = maker.next_plan(set(expected.done.nonzero().flatten().tolist()), most_starts=most_starts)
         rows = plan.num_rows
-        host_upload.fill_(-7)
-        packed = pack(plan, paths.choose(plan), pages_per_seq=pages_per_seq, buffer=host_upload.numpy())
+        host.upload.fill_(-7)
+        path = paths.choose(plan)
+        packed = pack(
+            plan,
+            path,
+            pages_per_seq=pages_per_seq,
+            buffer=host.upload_array,
+            result_words=host.wanted_words(path),
+        )
         was_done = expected.done.clone()
         was_done[torch.from_numpy(plan.start.slot).long()] = False
-        step.run(packed, host_upload, host_results)
+        step.run(packed)
 
         for item in fields(StepMeta):
             getattr(meta, item.name).fill_(-7)
-        upload.copy_(host_upload)
+        upload.copy_(host.upload)
         start_step()
         slots = torch.from_numpy(plan.row_slot).long().to(DEVICE)
         unused = [0] * (max_step_tokens - plan.num_tokens)
@@ -198,18 +239,18 @@ def test_long_sequences_of_random_plans_leave_the_same_as_the_torch_step(
         alive = ~was_done[slots].cpu().numpy()
         assert (meta.row_start[:rows].cpu().numpy()[alive] == plan.row_start[alive]).all()
 
-        expected_tokens = host_results[0]
+        expected_tokens = Results.of(host.results).tokens
         sample_row = torch.from_numpy(np.flatnonzero(plan.row_samples))
         sampled.fill_(3)
         chosen = torch.where(expected_tokens[sample_row] < 0, 5, expected_tokens[sample_row])
         sampled[: len(chosen)] = chosen.to(DEVICE)
         results.fill_(-7)
         end_step()
-        assert torch.equal(results.cpu(), host_results)
+        assert columns(results) == columns(host.results)
         for name in STATE_TENSORS:
             assert torch.equal(getattr(actual, name), getattr(expected, name)), name
         overshoots += int(was_done[slots].sum())
-        stops += int((results[1] == Finish.STOP).sum())
-        lengths += int((results[1] == Finish.LENGTH).sum())
+        stops += int((Results.of(results).finish == Finish.STOP).sum())
+        lengths += int((Results.of(results).finish == Finish.LENGTH).sum())
     assert min(overshoots, stops) > 0
     assert lengths > 0 or num_slots == 1

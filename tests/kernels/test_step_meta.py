@@ -10,8 +10,9 @@ import torch
 from step_plans import DEVICE, STATE_TENSORS, int32, poisoned_state, start_rows, uploaded
 from torch import Tensor
 
-from asyncengine.config import MAX_STOP_IDS, PAGE_SIZE
+from asyncengine.config import MAX_BIAS_IDS, MAX_STOP_IDS, PAGE_SIZE
 from gpu_runner.device.state import DeviceState
+from gpu_runner.device.upload_views import START_SECTIONS
 from gpu_runner.kernels.step_meta import StepMeta, new_step_meta, step_meta
 from gpu_runner.kernels.upload_layout import HEADER_WORDS
 from gpu_runner.schedule.plan import StepPlan
@@ -47,8 +48,14 @@ def run(
     """What the kernel fills, over poisoned buffers."""
     meta = new_step_meta(max_rows=max_rows, max_tokens=max_tokens or bucket, device=DEVICE)
     poison(meta)
-    step_meta(uploaded(plan, num_slots=NUM_SLOTS, pages_per_seq=PAGES_PER_SEQ), state, meta, num_tokens=bucket)
-    return {item.name: getattr(meta, item.name).tolist() for item in fields(StepMeta)}
+    page_tokens = torch.full((100, PAGE_SIZE), -7, dtype=torch.int32, device=DEVICE)
+    upload = uploaded(plan, num_slots=NUM_SLOTS, pages_per_seq=PAGES_PER_SEQ)
+    step_meta(upload, state, meta, page_tokens, num_tokens=bucket)
+    written = meta.kv_index[: plan.num_tokens].long()
+    expected = torch.full_like(page_tokens, -7).view(-1)
+    expected[written] = meta.token_ids[: plan.num_tokens]
+    assert torch.equal(page_tokens.view(-1)[PAGE_SIZE:], expected[PAGE_SIZE:])
+    return {item.name: getattr(meta, item.name).tolist() for item in fields(StepMeta) if item.name != "begin_time"}
 
 
 def poison(meta: StepMeta) -> None:
@@ -145,8 +152,13 @@ def test_prefill_rows_start_resume_and_use_pages_written_in_the_same_step() -> N
         expected["page_table"][slot, page_index] = page
     expected["kv_len"][[6, 5, 0]] = torch.tensor([0, 32, 14], dtype=torch.int32, device=DEVICE)
     expected["done"][[6, 5]] = False
-    for name in STATE_TENSORS[4:]:
+    for name in START_SECTIONS:
         expected[name][[6, 5]] = torch.from_numpy(getattr(start, name)).to(DEVICE)
+    first, second = start.num_bias
+    assert min(first, second) > 0
+    for name in ("bias_ids", "bias_values"):
+        values = torch.from_numpy(getattr(start, name)).to(DEVICE)
+        expected[name][6, :first], expected[name][5, :second] = values[:first], values[first:]
     assert {name: getattr(state, name).tolist() for name in STATE_TENSORS} == {
         name: tensor.tolist() for name, tensor in expected.items()
     }
@@ -178,13 +190,21 @@ def test_more_rows_tokens_starts_and_pages_than_one_program_takes(num_decode_row
     bucket = plan.num_tokens + 5
     meta = new_step_meta(max_rows=num_slots, max_tokens=bucket, device=DEVICE)
     poison(meta)
-    step_meta(uploaded(plan, num_slots=num_slots, pages_per_seq=pages_per_seq), state, meta, num_tokens=bucket)
+    page_tokens = torch.full((1700, PAGE_SIZE), -7, dtype=torch.int32, device=DEVICE)
+    upload = uploaded(plan, num_slots=num_slots, pages_per_seq=pages_per_seq)
+    step_meta(upload, state, meta, page_tokens, num_tokens=bucket)
 
     table = np.full(num_slots * pages_per_seq, 7, dtype=np.int32)
     table[cells] = plan.page_id
     assert state.page_table.flatten().tolist() == table.tolist()
     assert torch.equal(state.stop_ids[prefill_slots], torch.from_numpy(plan.start.stop_ids).to(DEVICE))
     assert torch.equal(state.seed[prefill_slots], torch.from_numpy(plan.start.seed).to(DEVICE))
+    assert torch.equal(state.num_bias[prefill_slots], torch.from_numpy(plan.start.num_bias).to(DEVICE))
+    biased = torch.arange(MAX_BIAS_IDS) < torch.from_numpy(plan.start.num_bias)[:, None]
+    for name in ("bias_ids", "bias_values"):
+        expected_values = torch.full((num_prefill, MAX_BIAS_IDS), 7).to(getattr(state, name).dtype)
+        expected_values[biased] = torch.from_numpy(getattr(plan.start, name))
+        assert torch.equal(getattr(state, name)[prefill_slots].cpu(), expected_values)
     begins[:num_decode_rows] = slots[:num_decode_rows] % 40
     token_row = np.repeat(np.arange(len(slots)), plan.row_len)
     first_token = np.cumsum(plan.row_len) - plan.row_len
@@ -223,10 +243,14 @@ def test_sections_are_packed_behind_the_header_at_even_words() -> None:
         start=start,
     )
     buffer = uploaded(plan, num_slots=NUM_SLOTS, pages_per_seq=PAGES_PER_SEQ).cpu().numpy()
-    assert buffer[:6].tolist() == [3, 0, 3, 1, 3, 0]
-    assert (buffer[8:25] % 2 == 0).all()
+    assert buffer[:7].tolist() == [3, 0, 3, 1, 3, 0, len(start.bias_ids)]
+    assert (buffer[8:34] % 2 == 0).all()
     assert buffer[8] == HEADER_WORDS
     seed, stop_ids = buffer[21], buffer[24]
     assert buffer[seed : seed + 6].view(np.int64).tolist() == start.seed.tolist()
     assert buffer[stop_ids : stop_ids + 3 * MAX_STOP_IDS].reshape(3, -1).tolist() == start.stop_ids.tolist()
-    assert (buffer[stop_ids + 3 * MAX_STOP_IDS :] == -7).all()
+    bias_cell, bias_value, count = buffer[31], buffer[33], len(start.bias_ids)
+    slots = np.repeat(start.slot, start.num_bias)
+    assert (buffer[bias_cell : bias_cell + count] // MAX_BIAS_IDS).tolist() == slots.tolist()
+    assert buffer[bias_value : bias_value + count].view(np.float32).tolist() == start.bias_values.tolist()
+    assert (buffer[bias_value + count :] == -7).all()

@@ -50,8 +50,22 @@ TINY_MODELS: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] 
 }
 
 
-def make_tiny(name: str) -> PreTrainedModel:
-    """The named model in float32, every parameter random: norms near 1, biases not 0."""
+GPU_SHAPE: dict[str, Any] = {
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+"""Changes to a tiny model that make it one whose attention heads a GPU's kernels take."""
+GPU_DEVIATION = 0.05
+"""Of its weights: logits deviate by 0.8 from 0, and bfloat16 leaves about 1.5 % of them uncertain, as it does in real
+models."""
+
+
+def make_tiny(name: str, *, shape: dict[str, Any] | None = None, deviation: float = 0.2) -> PreTrainedModel:
+    """The named model in float32, every parameter random: norms near 1, biases not 0. shape: more of its config."""
     model_class, config_class, changes = TINY_MODELS[name]
     config = config_class(
         **{
@@ -65,6 +79,7 @@ def make_tiny(name: str) -> PreTrainedModel:
             "eos_token_id": 2,
             "attn_implementation": "eager",
             **changes,
+            **(shape or {}),
         }
     )
     model = model_class(config).float().eval()
@@ -72,7 +87,7 @@ def make_tiny(name: str) -> PreTrainedModel:
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             centre = 1.0 if "norm" in parameter_name else 0.0
-            parameter.copy_(centre + 0.2 * torch.randn(parameter.shape, generator=generator))
+            parameter.copy_(centre + deviation * torch.randn(parameter.shape, generator=generator))
     return model
 
 

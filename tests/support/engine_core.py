@@ -1,4 +1,4 @@
-"""The scheduler and a paged model in the loop's order, two steps deep, without processes."""
+"""The scheduler and a device in the loop's order, two steps deep, without processes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ from support.paged_model import PagedModel, expected_output
 from asyncengine.config import SchedulingPolicy
 from asyncengine.sampling import SamplingParams
 from asyncengine.wire.messages import Finish
-from gpu_runner.schedule.plan import StepPlan
+from gpu_runner.schedule.plan import StepLogprobs, StepPlan
 from gpu_runner.schedule.scheduler import Scheduler
 from gpu_runner.schedule.step_output import StepOutput
 
+TokenLogprobs = tuple[float, dict[int, float]]
+"""A token's log-probability, and the most likely tokens', from the most likely one down."""
+
 
 class EngineCore:
-    """Runs requests to their end and keeps what a detokenizer would have been told of each."""
+    """Runs requests to their end and keeps what a detokenizer would have been told of each.
+
+    device: something with the executor's `launch` and `collect`; None is a `PagedModel`. depth: steps in flight.
+    """
 
     def __init__(
         self,
@@ -31,8 +37,10 @@ class EngineCore:
         vocab_size: int = 50,
         eos_ids: tuple[int, ...] = (0,),
         check: bool = True,
+        device: Any = None,
+        depth: int = 2,
     ) -> None:
-        self.vocab_size, self.eos_ids, self.check = vocab_size, eos_ids, check
+        self.vocab_size, self.eos_ids, self.check, self.depth = vocab_size, eos_ids, check, depth
         self.scheduler = Scheduler(
             num_pages=num_pages,
             max_model_len=max_model_len,
@@ -42,7 +50,7 @@ class EngineCore:
             policy=policy,
             enable_prefix_caching=enable_prefix_caching,
         )
-        self.model = PagedModel(
+        self.model = device or PagedModel(
             num_slots=self.scheduler.slots.num_slots,
             num_pages=num_pages,
             max_model_len=max_model_len,
@@ -54,13 +62,17 @@ class EngineCore:
         self.limits: dict[int, int] = {}
         self.stop_ids: dict[int, tuple[int, ...]] = {}
         self.outputs: dict[int, list[int]] = {}
+        self.logprobs: dict[int, list[TokenLogprobs]] = {}  # of requests that ask, in the order of their tokens
         self.finish: dict[int, Finish] = {}
         self.finish_order: list[int] = []
         self.row_of: dict[tuple[int, int], int] = {}  # (slot, gen) -> rid
 
     def add(self, rid: int, prompt: np.ndarray | list[int], max_tokens: int, **params: Any) -> None:
-        prompt = np.asarray(prompt, np.int32)
-        sampling = SamplingParams(max_tokens=max_tokens, **params)
+        self.add_request(rid, np.asarray(prompt, np.int32), SamplingParams(max_tokens=max_tokens, **params))
+
+    def add_request(self, rid: int, prompt: np.ndarray, sampling: SamplingParams) -> None:
+        max_tokens = sampling.max_tokens
+        assert max_tokens is not None
         self.scheduler.add(rid=rid, prompt=prompt, params=sampling, max_tokens=max_tokens)
         for choice in range(sampling.n):
             self.prompts[rid + choice] = prompt
@@ -87,7 +99,7 @@ class EngineCore:
             self.plans.append(plan)
             self.model.launch(plan)
             self.in_flight.append(plan)
-        if self.in_flight and (plan is None or len(self.in_flight) == 2):
+        if self.in_flight and (plan is None or len(self.in_flight) == self.depth):
             self._take(self.scheduler.commit(self.in_flight.popleft(), self.model.collect()))
             self._verify()
         closed = self.scheduler.take_closed()
@@ -129,6 +141,8 @@ class EngineCore:
             assert (row.slot, row.gen) not in self.row_of, "a row opens once"
             self.row_of[row.slot, row.gen] = row.rid
             self.outputs[row.rid] = []
+        if output.logprobs is not None:
+            self._take_logprobs(output, output.logprobs)
         columns = (output.slots, output.gens, output.tokens, output.finish)
         for slot, gen, token, finish in zip(*(column.tolist() for column in columns), strict=True):
             rid = self.row_of[slot, gen]
@@ -137,6 +151,19 @@ class EngineCore:
                 self.outputs[rid].append(token)
             if finish:
                 self._finish(rid, Finish(finish))
+
+    def _take_logprobs(self, output: StepOutput, logprobs: StepLogprobs) -> None:
+        begin = 0
+        columns = (logprobs.rows, logprobs.logprobs, logprobs.top_ends)
+        for row, chosen, end in zip(*(column.tolist() for column in columns), strict=True):
+            assert output.tokens[row] >= 0
+            tops = dict(
+                zip(logprobs.top_ids[begin:end].tolist(), logprobs.top_logprobs[begin:end].tolist(), strict=True)
+            )
+            rid = self.row_of[int(output.slots[row]), int(output.gens[row])]
+            self.logprobs.setdefault(rid, []).append((chosen, tops))
+            begin = end
+        assert begin == len(logprobs.top_ids) == len(logprobs.top_logprobs)
 
     def _finish(self, rid: int, finish: Finish) -> None:
         self.finish[rid] = finish

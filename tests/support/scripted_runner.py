@@ -2,8 +2,9 @@
 
 Run in place of gpu_runner with `AsyncEngine.start(..., modules={"gpu_runner": "support.scripted_runner"})` and `tests/`
 on PYTHONPATH. It emits one scripted token per row and step: the prompt's own ids unless the script names tokens, and
-then the end-of-sequence id, where the row stops. With `ignore_eos` the tokens repeat until `max_tokens`. The script is
-the environment variable ASYNCENGINE_SCRIPT, a JSON object with fields of `Script`.
+then the end-of-sequence id, where the row stops. With `ignore_eos` the tokens repeat until `max_tokens`. Rows that ask
+for log-probabilities get those of `scripted_logprobs`. The script is the environment variable ASYNCENGINE_SCRIPT, a
+JSON object with fields of `Script`.
 """
 
 from __future__ import annotations
@@ -79,6 +80,33 @@ class Row:
         if ends and self.emitted > params.min_tokens:
             return token, Finish.STOP
         return token, Finish.LENGTH if self.emitted >= self.request.max_tokens else Finish.NONE
+
+
+def scripted_logprobs(position: int, token: int, count: int, vocab_size: int) -> tuple[float, list[int], list[float]]:
+    """The log-probability of the output's token number `position`, and the `count` most likely tokens and theirs. At
+    odd positions the token itself is none of them. All values are float32 numbers."""
+    first = token + position % 2
+    ids = [(first + rank) % vocab_size for rank in range(count)]
+    return -0.25 * (1 + position % 2 * count), ids, [-0.25 * (1 + rank) for rank in range(count)]
+
+
+class LogprobColumns:
+    """The log-probability columns of one `StepFrame`."""
+
+    def __init__(self) -> None:
+        self.rows, self.logprobs = array("i"), array("f")
+        self.top_ends, self.top_ids, self.top_logprobs = array("i"), array("i"), array("f")
+
+    def add(self, index: int, logprob: float, ids: list[int], logprobs: list[float]) -> None:
+        self.rows.append(index)
+        self.logprobs.append(logprob)
+        self.top_ids.extend(ids)
+        self.top_logprobs.extend(logprobs)
+        self.top_ends.append(len(self.top_ids))
+
+    def as_bytes(self) -> tuple[bytes, bytes, bytes, bytes, bytes]:
+        columns = (self.rows, self.logprobs, self.top_ends, self.top_ids, self.top_logprobs)
+        return tuple(column.tobytes() for column in columns)  # type: ignore[return-value]
 
 
 class ScriptedRunner:
@@ -163,6 +191,7 @@ class ScriptedRunner:
             os._exit(17)
         opens = self._admit()
         slots, gens, tokens, finish = array("i"), array("i"), array("i"), bytearray()
+        rows: list[Row] = []
         for slot, row in enumerate(self._slots):
             if row is None:
                 continue
@@ -170,6 +199,7 @@ class ScriptedRunner:
                 token, end = -1, Finish.ABORT
             else:
                 token, end = row.next_token(self._script.eos)
+            rows.append(row)
             slots.append(slot)
             gens.append(row.gen)
             tokens.append(token)
@@ -188,9 +218,18 @@ class ScriptedRunner:
                     array("i", (tokens[i] for i in mine)).tobytes(),
                     bytes(finish[i] for i in mine),
                     tuple(row for row in opens if row.slot % shards == index),
+                    *self._logprobs([(rows[i], tokens[i]) for i in mine]).as_bytes(),
                 )
                 sender.send(frame)
         self._step += 1
+
+    def _logprobs(self, frame: list[tuple[Row, int]]) -> LogprobColumns:
+        columns = LogprobColumns()
+        for index, (row, token) in enumerate(frame):
+            count = row.request.params.logprobs
+            if count is not None and token >= 0:
+                columns.add(index, *scripted_logprobs(row.emitted - 1, token, count, self._script.vocab_size))
+        return columns
 
     def _admit(self) -> list[Open]:
         opens = []

@@ -155,6 +155,21 @@ def test_bytes_that_are_no_ids_are_refused(encoder: PromptEncoder) -> None:
     assert "32-bit integers" in refusal(encoder, EncodeIds(7, b"abc", PARAMS, "")).message
 
 
+def test_a_bias_of_a_token_outside_the_vocabulary_is_refused(encoder: PromptEncoder) -> None:
+    failed = refusal(encoder, ids_job([5], SamplingParams(logit_bias=((49151, 1.0), (49152, 1.0)))))
+    assert (failed.status, failed.code, failed.param) == (400, "invalid_token_id", "logit_bias")
+    assert failed.message == "logit_bias has 49152, which is outside the vocabulary (0 to 49151)"
+
+
+@pytest.mark.parametrize(("logprobs", "asked"), [(None, False), (0, True), (20, True)])
+def test_the_detokenizer_is_told_of_log_probabilities(
+    encoder: PromptEncoder, logprobs: int | None, asked: bool
+) -> None:
+    (generate,) = encoder.encode([ids_job([5], SamplingParams(logprobs=logprobs))])
+    assert isinstance(generate, Generate)
+    assert msgspec.msgpack.decode(generate.detok, type=DetokenizeOptions).logprobs is asked
+
+
 def test_stop_token_ids_outside_the_vocabulary_are_refused(encoder: PromptEncoder) -> None:
     failed = refusal(encoder, ids_job([5], SamplingParams(stop_token_ids=(2, 49152))))
     assert (failed.code, failed.param) == ("invalid_token_id", "stop_token_ids")

@@ -17,6 +17,7 @@ from support.tokenizers_cache import default_model_file, tokenizer_folder
 
 from asyncengine.config import API_WORKER_SHIFT, EngineConfig, SidecarConfig
 from asyncengine.sampling import SamplingParams
+from asyncengine.wire.accounting import RingReader, RingWriter, TurnRecord
 from asyncengine.wire.messages import (
     Abort,
     EncodeChat,
@@ -101,12 +102,16 @@ def text(rid: int, prompt: str = "Hello", n: int = 1) -> EncodeText:
 # ------------------------------------------------------------------------------------------------------------ one turn
 
 
+def make_account(run_dir: Path, index: int) -> RingWriter[TurnRecord]:
+    return RingWriter(run_dir, "tokenizer_proc", index, TurnRecord)
+
+
 @pytest.fixture
 def worker(loaded: Callable[[str], Any], ends: Ends) -> Iterator[Worker]:
     model = loaded("smollm2")
     encoder = PromptEncoder(vocabulary=model.vocabulary, template=model.template, max_model_len=64)
     pipes = Pipes(ends.run_dir)
-    yield Worker(index=2, encoder=encoder, pipes=pipes)
+    yield Worker(index=2, encoder=encoder, pipes=pipes, ring=make_account(ends.run_dir, 2))
     pipes.close(linger_ms=100)
 
 
@@ -149,6 +154,18 @@ def test_a_request_with_several_choices_is_dropped_only_when_all_are_aborted(wor
     ]
 
 
+def test_every_turn_is_recorded(worker: Worker, ends: Ends) -> None:
+    before = time.monotonic_ns()
+    worker.turn([text(1), text(2, "Hello 12"), Abort(9)])
+    worker.turn([Abort(10)])
+    after = time.monotonic_ns()
+    first, second = RingReader(ends.run_dir / "tokenizer_proc.2.ring", TurnRecord).snapshot()
+    assert (first.messages, first.items, first.waiting) == (3, 5, 0)
+    assert (second.messages, second.items) == (1, 0)
+    times = [before, first.begin, first.middle, first.end, second.begin, second.middle, second.end, after]
+    assert times == sorted(times)
+
+
 def test_a_turn_of_nothing_but_aborts_sends_them_on(worker: Worker, ends: Ends) -> None:
     worker.turn([Abort(1), Abort(2)])
     assert [message.rid for message in receive(ends.runner, 2)] == [1, 2]
@@ -160,7 +177,7 @@ def test_nothing_new_is_taken_while_gpu_runner_does_not_read(loaded: Callable[[s
     run_dir = make_run_dir()
     pipes = Pipes(run_dir)
     encoder = PromptEncoder(vocabulary=model.vocabulary, template=None, max_model_len=64)
-    worker = Worker(index=0, encoder=encoder, pipes=pipes)
+    worker = Worker(index=0, encoder=encoder, pipes=pipes, ring=make_account(run_dir, 0))
     assert worker.flush()
     worker.turn([Abort(rid) for rid in range(5000)])  # no one has bound the pipe
     assert not worker.flush()

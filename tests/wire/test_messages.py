@@ -24,7 +24,7 @@ PIPES: dict[str, Any] = {
     "engine": messages.ToEngine,
     "supervisor": messages.ToSupervisor,
 }
-NOT_SENT_ALONE = {messages.Open, messages.DetokenizeOptions}
+NOT_SENT_ALONE = {messages.Open, messages.DetokenizeOptions, messages.LogprobColumns}
 ALL = {cls for cls in vars(messages).values() if isinstance(cls, type) and issubclass(cls, Wire)} - {Wire}
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -36,6 +36,13 @@ SAMPLING = st.builds(
     top_k=st.integers(-1, 2**31 - 1),
     top_p=st.floats(0, 1),
     min_p=st.floats(0, 1),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    repetition_penalty=st.floats(0.01, 10),
+    logit_bias=st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-100, 100), max_size=3).map(
+        lambda bias: tuple(bias.items())
+    ),
+    logprobs=st.none() | st.integers(0, 20),
     seed=st.none() | st.integers(-(2**63), 2**63 - 1),
     stop=st.lists(TEXT.filter(bool), max_size=3).map(tuple),
     stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
@@ -123,4 +130,14 @@ def test_a_step_frame_without_new_rows_costs_thirteen_bytes_a_row_plus_a_constan
         column = np.zeros(rows, "<i4").tobytes()
         return len(msgspec.msgpack.encode(StepFrame(2**40, column, column, column, bytes(rows))))
 
-    assert size(1024) - 13 * 1024 <= 32
+    assert size(1024) - 13 * 1024 <= 40
+
+
+def test_a_step_frame_pays_for_log_probabilities_only_where_they_are_asked() -> None:
+    column = np.zeros(64, "<i4").tobytes()
+    frame = StepFrame(7, column, column, column, bytes(64))
+    encoded = msgspec.msgpack.encode(frame)
+    columns = ("logprob_rows", "logprobs", "top_ends", "top_ids", "top_logprobs")
+    assert [getattr(frame, name) for name in columns] == [b""] * 5
+    without = msgspec.msgpack.encode([22, 7, column, column, column, bytes(64), ()])
+    assert len(encoded) == len(without) + 5 * len(msgspec.msgpack.encode(b""))

@@ -1,0 +1,128 @@
+"""The parent of several processes that serve HTTP: owns the sidecars, the workers and their listening sockets.
+
+    this process   bind | start sidecars and workers | all ready: listen, status "ready" | status | status "failed"
+    API worker          |                      Ready |                  accepts, serves  |        | ends streams, exits
+
+It handles no request itself. A worker that dies takes the engine with it, as any other process of it does: its requests
+would run on for nobody, and the sockets are shared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from asyncengine.api.app import BACKLOG, cannot_listen
+from asyncengine.config import EngineConfig, Role
+from asyncengine.engine_info import EngineInfo, Health
+from asyncengine.errors import StartupError
+from asyncengine.supervisor import StartupProgress, Supervisor
+from asyncengine.wire.messages import EngineStatus
+from asyncengine.wire.pipes import Sender
+from asyncengine.wire.sidecar import HEARTBEAT_SECONDS
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerGroup:
+    """An engine behind `workers` API processes that serve on `sockets`, which are bound and which it then owns."""
+
+    info: EngineInfo
+    """Known once started."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        sockets: Sequence[socket.socket],
+        *,
+        workers: int,
+        progress: StartupProgress | None = None,
+        modules: Mapping[Role, str] | None = None,
+    ) -> None:
+        self._sockets = sockets
+        self._workers = workers
+        self._supervisor = Supervisor(
+            config,
+            on_failure=self._fail,
+            progress=progress,
+            modules=modules,
+            api_workers=workers,
+            listen_fds=tuple(listener.fileno() for listener in sockets),
+        )
+        self._health = Health(state="starting", detail="the engine is starting")
+        self._senders: list[Sender] = []
+        self._failed = asyncio.Event()
+        self._telling: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Raises `StartupError`, and then leaves nothing behind."""
+        try:
+            model = await self._supervisor.prepare()
+            self._senders = [self._supervisor.pipes.sender(f"engine.{index}") for index in range(self._workers)]
+            await self._supervisor.launch(model)
+            if self._failed.is_set():
+                raise StartupError(self._health.detail)
+            self.info = self._supervisor.engine_info(model)
+            for listener in self._sockets:
+                try:
+                    listener.listen(BACKLOG)
+                except OSError as error:
+                    host, port, *_ = listener.getsockname()
+                    raise cannot_listen(host, port, error) from error
+            self._health = Health(state="ready")
+            self._telling = asyncio.create_task(self._tell_again_and_again())
+        except BaseException:
+            await self.close()
+            raise
+
+    @property
+    def port(self) -> int:
+        """The port that is served."""
+        return int(self._sockets[0].getsockname()[1])
+
+    async def wait_failed(self) -> str:
+        """Sleep until a process is lost, which the engine cannot recover from; returns what happened."""
+        await self._failed.wait()
+        return self._health.detail
+
+    async def close(self) -> None:
+        """End all streams with an error that their clients can read, then all processes. Idempotent."""
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
+        if self._health.state != "failed":
+            self._health = Health(state="closed", detail="the engine was closed")
+            self._tell()
+        await self._supervisor.close()
+        self._senders = []
+        for listener in self._sockets:
+            listener.close()
+
+    async def _tell_again_and_again(self) -> None:
+        while True:
+            self._tell()
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+
+    def _tell(self) -> None:
+        """Send all workers the engine's status. One that does not read misses some, never the last."""
+        health = self._health
+        if health.state == "ready" and (stalled := self._supervisor.stalled(runner_on_cpu=self.info.device == "cpu")):
+            health = Health(state="stalled", detail=f"no sign of life from {', '.join(stalled)}")
+        serving = health.state in ("ready", "stalled")
+        info = msgspec.to_builtins(self.info) if serving else {}
+        status = EngineStatus(health.state, health.detail, info, self._supervisor.gauges("gpu_runner"))
+        for sender in self._senders:
+            if serving:
+                sender.try_send(status)
+            else:
+                sender.send(status)
+
+    def _fail(self, reason: str) -> None:
+        logger.error("the engine has failed: %s", reason)
+        self._health = Health(state="failed", detail=reason)
+        self._tell()
+        self._failed.set()

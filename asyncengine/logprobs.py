@@ -1,0 +1,80 @@
+"""Log-probabilities as a caller sees them, and their way out of the columns of a `Deltas`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import msgspec
+
+from asyncengine.wire.messages import LogprobColumns
+
+LOWEST_LOGPROB = -9999.0
+"""Stands for anything smaller, minus infinity included, which JSON could not hold."""
+
+
+class TopLogprob(msgspec.Struct, frozen=True, gc=False):
+    """One of the most likely tokens at a position. token: its bytes; a part of a character may stand alone."""
+
+    token_id: int
+    token: bytes
+    logprob: float
+
+    @property
+    def text(self) -> str:
+        """`token` for a person: U+FFFD where its bytes are no whole character."""
+        return self.token.decode("utf-8", "replace")
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A generated token. logprob: natural logarithm of its probability by the model's own logits, before bias,
+    penalties and temperature. text_offset: characters of the choice's text before it. top: the most likely tokens at
+    its position, falling; the token itself may or may not be among them."""
+
+    token_id: int
+    token: bytes
+    logprob: float
+    text_offset: int
+    top: tuple[TopLogprob, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """`token` for a person: U+FFFD where its bytes are no whole character."""
+        return self.token.decode("utf-8", "replace")
+
+
+def unpack(columns: LogprobColumns) -> Iterator[list[TokenLogprob]]:
+    """Each request's entries in turn, as many lists as the `Deltas` has requests. Raises ValueError for columns that
+    contradict each other."""
+    items = [
+        TopLogprob(token_id, columns.token_bytes[start:end], max(logprob, LOWEST_LOGPROB))
+        for token_id, logprob, (start, end) in zip(
+            memoryview(columns.ids).cast("i"),
+            memoryview(columns.logprobs).cast("f"),
+            _spans(columns.token_ends),
+            strict=True,
+        )
+    ]
+    entries = [
+        _entry(text_offset, items[start:end])
+        for text_offset, (start, end) in zip(
+            memoryview(columns.text_offsets).cast("i"), _spans(columns.item_ends), strict=True
+        )
+    ]
+    for start, end in _spans(columns.ends):
+        yield entries[start:end]
+
+
+def _entry(text_offset: int, items: list[TopLogprob]) -> TokenLogprob:
+    chosen, *top = items
+    return TokenLogprob(
+        token_id=chosen.token_id,
+        token=chosen.token,
+        logprob=chosen.logprob,
+        text_offset=text_offset,
+        top=tuple(top),
+    )
+
+
+def _spans(ends: bytes) -> Iterator[tuple[int, int]]:
+    return pairwise((0, *memoryview(ends).cast("i")))

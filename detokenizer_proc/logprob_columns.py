@@ -1,0 +1,91 @@
+"""Log-probabilities on their way through: read from the columns of a `StepFrame`, written to those of a `Deltas`."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from asyncengine.wire.messages import LogprobColumns, StepFrame
+
+
+class StepLogprob(NamedTuple):
+    """What a frame has for one of its rows: `logprobs[0]` is the row's token's, the others belong to `top_ids`."""
+
+    row: int
+    top_ids: list[int]
+    logprobs: list[float]
+
+
+class Entry(NamedTuple):
+    """A token's items: itself and the most likely ones, with their bytes."""
+
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    tokens: Sequence[bytes]
+
+
+class ShownLogprobs:
+    """Entries that one delta carries; a few arrays, however many entries have merged."""
+
+    __slots__ = ("ids", "item_counts", "logprobs", "text_offsets", "token_bytes", "token_sizes")
+
+    def __init__(self) -> None:
+        self.text_offsets = array("i")
+        self.item_counts = array("i")
+        self.ids = array("i")
+        self.logprobs = array("f")
+        self.token_bytes = bytearray()
+        self.token_sizes = array("i")
+
+    @property
+    def num_entries(self) -> int:
+        return len(self.text_offsets)
+
+    @property
+    def nbytes(self) -> int:
+        """Size on the wire."""
+        return 8 * len(self.text_offsets) + 12 * len(self.ids) + len(self.token_bytes)
+
+    def add(self, text_offset: int, entry: Entry) -> None:
+        self.text_offsets.append(text_offset)
+        self.item_counts.append(len(entry.ids))
+        self.ids.extend(entry.ids)
+        self.logprobs.extend(entry.logprobs)
+        self.token_bytes += b"".join(entry.tokens)
+        self.token_sizes.extend(map(len, entry.tokens))
+
+
+def step_logprobs(frame: StepFrame) -> Iterator[StepLogprob]:
+    """Rows of `frame` that have log-probabilities, ascending."""
+    top_ids, top_logprobs = memoryview(frame.top_ids).cast("i"), memoryview(frame.top_logprobs).cast("f")
+    start = 0
+    for row, logprob, end in zip(
+        memoryview(frame.logprob_rows).cast("i"),
+        memoryview(frame.logprobs).cast("f"),
+        memoryview(frame.top_ends).cast("i"),
+        strict=True,
+    ):
+        yield StepLogprob(row, top_ids[start:end].tolist(), [logprob, *top_logprobs[start:end]])
+        start = end
+
+
+def to_wire(requests: Sequence[ShownLogprobs | None]) -> LogprobColumns | None:
+    """The columns of all requests of a message, in order; None when none of them has any."""
+    parts = [part for part in requests if part is not None]
+    if not parts:
+        return None
+    return LogprobColumns(
+        ends=_ends([0 if part is None else part.num_entries for part in requests]),
+        text_offsets=b"".join([part.text_offsets.tobytes() for part in parts]),
+        item_ends=_ends([count for part in parts for count in part.item_counts]),
+        ids=b"".join([part.ids.tobytes() for part in parts]),
+        logprobs=b"".join([part.logprobs.tobytes() for part in parts]),
+        token_bytes=b"".join([part.token_bytes for part in parts]),
+        token_ends=_ends([size for part in parts for size in part.token_sizes]),
+    )
+
+
+def _ends(sizes: list[int]) -> bytes:
+    return array("i", accumulate(sizes)).tobytes()

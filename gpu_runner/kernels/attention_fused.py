@@ -1,0 +1,418 @@
+"""Attention of a pure decode step with all that stands before it: query and key norm, rotation, the KV write.
+
+One kernel a layer instead of two, and the newest key and value never come from memory: the program with the row's last
+range computes them and writes them to their page. All others were written by earlier steps, so a program loads its
+first tile while the kernel before, whose `qkv` it waits for, still runs:
+
+    qkv linear  |------------------|
+    attention      |- list - page table - keys, values -| wait | qkv, norm, rotation | products | out |
+
+Ranges and their merge are those of `attention_decode`. Within a program each warp has keys of its own, and a softmax of
+its own until the end. Keys and values go from memory to the registers that the tensor cores take them from: a sum over
+dimensions, or keys, may be taken in any order, so each lane has runs of 16 bytes. Of a product's 16 rows 8 are used:
+the group's query heads, as often as they fit. Each copy then brings its own part of the dimensions to the warps' merge.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu_runner.kernels.attention_parts import LOG2_E, merge_partials, nearest_own
+from gpu_runner.kernels.norm_rope import rounded_scale
+from gpu_runner.kernels.work_list import ITEM_WORDS, MAX_SPLITS, WorkList
+
+MAX_GROUP = 8
+"""Query heads of a KV head: the used rows of a tensor-core product."""
+MIN_HEAD_DIM = 32
+"""Two halves of the 16 dimensions that a tensor-core product sums over."""
+FEW_ROWS = 16
+"""Up to here a multiprocessor has about one program."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusedTiling:
+    """warp_keys: of one warp's tile, a power of two and whole pages; a program's tile has `num_warps` times as many."""
+
+    warp_keys: int
+    num_warps: int
+
+
+def fused_tiling(rows: int, head_bytes: int) -> FusedTiling:
+    """Few rows: the whole of a usual range at once. Many: small programs that hide each other's waits.
+
+    head_bytes: of a key. A tile's keys and values are in registers.
+    """
+    if rows <= FEW_ROWS:
+        return FusedTiling(32 if head_bytes <= 256 else 16, num_warps=8)
+    return FusedTiling(32 if head_bytes <= 256 else 16, num_warps=2)
+
+
+def fused_decode_attention(
+    qkv: Tensor,
+    kv_layer: Tensor,
+    out: Tensor,
+    work: WorkList,
+    *,
+    positions: Tensor,
+    kv_index: Tensor,
+    counts: Tensor,
+    page_table: Tensor,
+    rotation: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    scale: float,
+    tiling: FusedTiling | None = None,
+    pdl: bool = True,
+) -> None:
+    """Attention of a step that has decode rows only, into `out`; their keys and values into their pages.
+
+    qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim], heads of q, then k, then v; row i of the batch is token i. out:
+    [T, num_heads, head_dim]. kv_layer: [2, num_pages, num_kv_heads, page_size, head_dim]. All contiguous and of one
+    dtype. positions, kv_index: [T] int32, as `qk_norm_rope_write` takes them. work, counts, page_table: as
+    `decode_attention` takes them. rotation: [positions, head_dim] float32, cosines and then sines of each position;
+    rows behind the last are rotated as it is. q_norm, k_norm: [head_dim], both or neither. head_dim: a power of two.
+    ValueError unless `can_fuse`.
+
+    Writes the rows below counts[0] and zeros to the padding, tokens counts[2] .. T - 1. Fixed inside a graph: all
+    addresses and shapes. Launches decode_items(T) x num_kv_heads programs.
+
+    pdl: list, counts, positions, page table and the keys before the newest are read before the wait. So the kernels
+    that wrote them must have ended when the kernel launched just before this one starts, as all have that run before
+    a kernel which lets the next one start behind its own wait only.
+    """
+    num_tokens, num_heads, head_dim = out.shape
+    _, _, num_kv_heads, page_size, _ = kv_layer.shape
+    group = num_heads // num_kv_heads
+    if not can_fuse(num_heads, num_kv_heads, head_dim):
+        raise ValueError(
+            f"{num_heads} query heads share {num_kv_heads} KV heads of {head_dim} dimensions; "
+            f"at most {MAX_GROUP} may share one, of at least {MIN_HEAD_DIM} dimensions"
+        )
+    tiling = tiling or fused_tiling(num_tokens, head_dim * qkv.element_size())
+    run = min(8, head_dim // 8)
+    options: dict[str, Any] = {"launch_pdl": True} if pdl and qkv.is_cuda else {}
+    _fused_kernel[(work.decode_items(num_tokens) * num_kv_heads,)](
+        qkv,
+        kv_layer,
+        out,
+        positions,
+        kv_index,
+        rotation,
+        q_norm,
+        k_norm,
+        page_table,
+        counts,
+        work.items,
+        work.lengths,
+        work.partial_out,
+        work.partial_lse,
+        work.arrived,
+        kv_layer.stride(0),
+        page_table.stride(0),
+        num_tokens,
+        len(rotation),
+        eps,
+        scale * LOG2_E,
+        KV_HEADS=num_kv_heads,
+        GROUP=group,
+        # Each copy of the group takes at least one of a lane's dimensions.
+        GROUP_ROWS=max(triton.next_power_of_2(group), 64 // head_dim),
+        HEAD_DIM=head_dim,
+        PAGE=page_size,
+        HAS_NORM=q_norm is not None,
+        WARPS=tiling.num_warps,
+        WARP_KEYS=tiling.warp_keys,
+        CHUNK=min(32, head_dim // 2),
+        RUN=run,
+        ITEM_WORDS=ITEM_WORDS,
+        MAX_SPLITS=MAX_SPLITS,
+        PDL=bool(options),
+        num_warps=tiling.num_warps,
+        num_stages=1,  # other programs hide a later tile's loads; its registers, not shared memory, hold it
+        **options,
+    )
+
+
+def can_fuse(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
+    """Whether `fused_decode_attention` takes such heads."""
+    return num_heads <= MAX_GROUP * num_kv_heads and head_dim >= MIN_HEAD_DIM
+
+
+@triton.jit
+def _pages(table, tile, seen_from, old_end, PAGE: tl.constexpr, WARPS: tl.constexpr, WARP_KEYS: tl.constexpr):
+    """[WARPS, WARP_KEYS / PAGE] pages of a tile."""
+    warp_start = tl.arange(0, WARPS) * WARP_KEYS
+    position = tile + warp_start[:, None] + tl.arange(0, WARP_KEYS // PAGE)[None, :] * PAGE
+    return tl.load(table + nearest_own(position, seen_from, old_end) // PAGE)
+
+
+@triton.jit
+def _keys(
+    start, tile, page, seen_from, old_end,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, WARP_KEYS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """A tile's keys, [8, warps, PAGE / 8, pages, chunks, CHUNK]. The compiler shares out axes by their order: lanes get
+    the last and first, warps the second, and the rest is in each thread's registers."""
+    warps: tl.constexpr = page.shape[0]
+    pages: tl.constexpr = page.shape[1]
+    lane_key = tl.arange(0, 8)[:, None, None] + (tl.arange(0, PAGE // 8) * 8)[None, None, :]
+    in_page = (lane_key + (tl.arange(0, warps) * WARP_KEYS)[None, :, None])[:, :, :, None]
+    position = tile + (tl.arange(0, pages) * PAGE)[None, None, None, :] + in_page
+    place = nearest_own(position, seen_from, old_end) & (PAGE - 1)
+    line = (page.to(tl.int64) * (KV_HEADS * PAGE * HEAD_DIM))[None, :, None, :] + place * HEAD_DIM
+    dim = (tl.arange(0, HEAD_DIM // CHUNK) * CHUNK)[:, None] + tl.arange(0, CHUNK)[None, :]
+    return tl.load(start + line[:, :, :, :, None, None] + dim[None, None, None, None, :, :])
+
+
+@triton.jit
+def _values(
+    start, tile, page, seen_from, old_end,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, WARP_KEYS: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """A tile's values, [4, 8, warps, 2, PAGE / 8, pages, far, RUN]: pairs of keys for four lanes, runs of dimensions
+    for eight."""
+    warps: tl.constexpr = page.shape[0]
+    pages: tl.constexpr = page.shape[1]
+    pair = (tl.arange(0, 4) * 2)[:, None, None, None] + tl.arange(0, 2)[None, None, :, None]
+    in_page = pair + (tl.arange(0, PAGE // 8) * 8)[None, None, None, :]
+    in_page = (in_page + (tl.arange(0, warps) * WARP_KEYS)[None, :, None, None])[:, :, :, :, None]
+    position = tile + (tl.arange(0, pages) * PAGE)[None, None, None, None, :] + in_page
+    place = nearest_own(position, seen_from, old_end) & (PAGE - 1)
+    line = (page.to(tl.int64) * (KV_HEADS * PAGE * HEAD_DIM))[None, :, None, None, :] + place * HEAD_DIM
+    dim = (tl.arange(0, 8) * RUN)[:, None, None] + (tl.arange(0, HEAD_DIM // (8 * RUN)) * (8 * RUN))[None, :, None]
+    dim = (dim + tl.arange(0, RUN)[None, None, :])[None, :, None, None, None, None, :, :]
+    return tl.load(start + line[:, None, :, :, :, :, None, None] + dim)
+
+
+@triton.jit
+def _query_operand(query, CHUNK: tl.constexpr):
+    """[16, HEAD_DIM] of [8, HEAD_DIM]: twice, and with its dimensions in the order of keys' pairs in registers."""
+    width: tl.constexpr = query.shape[1]
+    query = tl.reshape(query, (8, width // CHUNK, 4, CHUNK // 8, 2))
+    query = tl.reshape(tl.permute(query, (0, 1, 3, 2, 4)), (8, width))
+    return tl.reshape(tl.broadcast_to(query[None, :, :], (2, 8, width)), (16, width))
+
+
+@triton.jit
+def _attend(query, key, value, tile, seen_from, old_end, scale_log2, largest, weight, total):
+    """The softmax of each warp, largest and weight [warps, 8, 1] and total [warps, 8, HEAD_DIM], with one more tile.
+
+    query: of `_query_operand`. key, value: as loaded. Dimensions of `total` are in the order (far, RUN, 8) of values.
+    """
+    warps: tl.constexpr = key.shape[1]
+    warp_keys: tl.constexpr = 8 * key.shape[2] * key.shape[3]
+    width: tl.constexpr = query.shape[1]
+    key = tl.reshape(key, (8, warps, key.shape[2], key.shape[3], key.shape[4], 4, key.shape[5] // 8, 2))
+    key = tl.reshape(tl.permute(key, (4, 6, 5, 7, 3, 2, 1, 0)), (width, warps * warp_keys))
+    score = tl.dot(query, key, input_precision="ieee")
+    score = tl.permute(tl.reshape(score, (2, 8, warp_keys // 8, warps, 8)), (3, 1, 2, 4, 0))
+    score, _ = tl.split(score)
+    position = tile + tl.arange(0, warps)[:, None, None] * warp_keys + tl.arange(0, warp_keys)[None, None, :]
+    seen = (position >= seen_from) & (position < old_end)
+    score = tl.where(seen, tl.reshape(score, (warps, 8, warp_keys)) * scale_log2, float("-inf"))
+    top = tl.maximum(largest, tl.max(score, axis=2, keep_dims=True))
+    share = tl.exp2(score - top)
+    shrink = tl.exp2(largest - top)
+    weight = weight * shrink + tl.sum(share, axis=2, keep_dims=True)
+
+    value = tl.reshape(tl.permute(value, (2, 5, 4, 0, 3, 6, 7, 1)), (warps, warp_keys, width))
+    share = tl.broadcast_to(share.to(value.dtype)[:, None, :, :], (warps, 2, 8, warp_keys))
+    total = total * shrink
+    both = tl.reshape(tl.permute(tl.join(total, tl.zeros_like(total)), (0, 3, 1, 2)), (warps, 16, width))
+    both = tl.dot(tl.reshape(share, (warps, 16, warp_keys)), value, both, input_precision="ieee")
+    total, _ = tl.split(tl.permute(tl.reshape(both, (warps, 2, 8, width)), (0, 2, 3, 1)))
+    return top, weight, total
+
+
+@triton.jit
+def _normed_and_rotated(
+    source, far_source, weight, far_weight, cos, sin, eps,
+    HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Heads, [rows, HEAD_DIM], rounded where `qk_norm_rope_write` rounds. far: what each dimension is rotated with, of
+    the other half. sin: negative in the first half."""
+    near, far = source.to(tl.float32), far_source.to(tl.float32)
+    if HAS_NORM:
+        root = tl.rsqrt(tl.sum(near * near, axis=1, keep_dims=True) / HEAD_DIM + eps)
+        near = rounded_scale(near * root, weight, dtype)
+        far = rounded_scale(far * root, far_weight, dtype)
+    return (near * cos + far * sin).to(dtype)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_positions"])
+def _fused_kernel(
+    qkv,
+    kv,
+    out,
+    positions,
+    kv_index,
+    rotation,
+    q_norm,
+    k_norm,
+    page_table,
+    counts,
+    items,
+    lengths,
+    partial_out,
+    partial_lse,
+    arrived,
+    value_offset,
+    table_stride,
+    num_tokens,
+    num_positions,
+    eps,
+    scale_log2,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    WARPS: tl.constexpr,
+    WARP_KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RUN: tl.constexpr,
+    ITEM_WORDS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    HALF: tl.constexpr = HEAD_DIM // 2
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    COPIES: tl.constexpr = 8 // GROUP_ROWS
+    BLOCK: tl.constexpr = WARPS * WARP_KEYS
+    dtype: tl.constexpr = out.dtype.element_ty
+    index = tl.program_id(0) // KV_HEADS
+    kv_head = tl.program_id(0) % KV_HEADS
+    if PDL:
+        # What comes next may wait on the multiprocessors for this kernel's end, its weights at hand.
+        tl.extra.cuda.gdc_launch_dependents()
+    num_items = tl.load(lengths)
+    token = tl.load(counts + 2) + index
+
+    if index < num_items:
+        word = items + index * ITEM_WORDS
+        row = tl.load(word)
+        slot = tl.load(word + 1)
+        first = tl.load(word + 2)
+        end = tl.load(word + 3)
+        first_partial = tl.load(word + 4)
+        split = tl.load(word + 5)
+        splits = tl.load(word + 6)
+        seen_from = tl.load(word + 7)
+        position = tl.load(positions + row)
+        cell = tl.load(kv_index + row).to(tl.int64)
+        table = page_table + slot.to(tl.int64) * table_stride
+        # The newest key is not in its page yet.
+        old_end = tl.minimum(end, position)
+
+        keys = kv + kv_head * (PAGE * HEAD_DIM)
+        values = keys + value_offset
+        page = _pages(table, first, seen_from, old_end, PAGE, WARPS, WARP_KEYS)
+        key = _keys(keys, first, page, seen_from, old_end, KV_HEADS, HEAD_DIM, PAGE, WARP_KEYS, CHUNK)
+        value = _values(values, first, page, seen_from, old_end, KV_HEADS, HEAD_DIM, PAGE, WARP_KEYS, RUN)
+        page = _pages(table, first + BLOCK, seen_from, old_end, PAGE, WARPS, WARP_KEYS)
+
+        in_group = tl.arange(0, 8) % GROUP_ROWS
+        dim = tl.arange(0, HEAD_DIM)[None, :] + tl.zeros((8, 1), tl.int32)
+        far = (dim + HALF) % HEAD_DIM
+        turn = rotation + tl.minimum(position, num_positions - 1).to(tl.int64) * HEAD_DIM + dim % HALF
+        cos, sin = tl.load(turn), tl.load(turn + HALF)
+        sin = tl.where(dim < HALF, -sin, sin)
+        q_weight, far_q_weight, k_weight, far_k_weight = 0.0, 0.0, 0.0, 0.0
+        if HAS_NORM:
+            q_weight, far_q_weight = tl.load(q_norm + dim), tl.load(q_norm + far)
+            k_weight, far_k_weight = tl.load(k_norm + dim), tl.load(k_norm + far)
+        # The merged sums: copy of the group, query head, what lanes hold of a copy's part, lane.
+        PARTS: tl.constexpr = HEAD_DIM // (8 * COPIES)
+        copy = tl.arange(0, COPIES)[:, None, None, None]
+        part = copy * PARTS + tl.arange(0, PARTS)[None, None, :, None]
+        lane = tl.arange(0, 8)[None, None, None, :]
+        merged_head = tl.arange(0, GROUP_ROWS)[None, :, None, None]
+        merged_dim = part // RUN * (8 * RUN) + lane * RUN + part % RUN
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+
+        token_qkv = qkv + row.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
+        head = token_qkv + (kv_head * GROUP + tl.minimum(in_group, GROUP - 1))[:, None] * HEAD_DIM
+        q, far_q = tl.load(head + dim), tl.load(head + far)
+        head = token_qkv + (HEADS + kv_head) * HEAD_DIM
+        k, far_k = tl.load(head + dim), tl.load(head + far)
+        head += KV_HEADS * HEAD_DIM
+        v = tl.load(head + dim)
+        new_value = tl.load(head + merged_dim).to(tl.float32)
+        q = _normed_and_rotated(q, far_q, q_weight, far_q_weight, cos, sin, eps, HEAD_DIM, HAS_NORM, dtype)
+        k = _normed_and_rotated(k, far_k, k_weight, far_k_weight, cos, sin, eps, HEAD_DIM, HAS_NORM, dtype)
+        query = _query_operand(q, CHUNK)
+        newest = float("-inf")
+        if split == splits - 1:
+            line = (cell // PAGE) * (KV_HEADS * PAGE * HEAD_DIM) + (cell % PAGE) * HEAD_DIM
+            once = (tl.arange(0, 8) == 0)[:, None]
+            tl.store(keys + line + dim, k, mask=once)
+            tl.store(values + line + dim, v, mask=once)
+            newest = 0.0
+        newest += tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale_log2  # -inf: another range has it
+
+        largest = tl.full((WARPS, 8, 1), -1.0e30, tl.float32)
+        weight = tl.zeros((WARPS, 8, 1), tl.float32)
+        total = tl.zeros((WARPS, 8, HEAD_DIM), tl.float32)
+        if first < old_end:
+            largest, weight, total = _attend(
+                query, key, value, first, seen_from, old_end, scale_log2, largest, weight, total
+            )
+        for tile in range(first + BLOCK, old_end, BLOCK):
+            key = _keys(keys, tile, page, seen_from, old_end, KV_HEADS, HEAD_DIM, PAGE, WARP_KEYS, CHUNK)
+            value = _values(values, tile, page, seen_from, old_end, KV_HEADS, HEAD_DIM, PAGE, WARP_KEYS, RUN)
+            # The next tile's, so that no load of keys waits for a load of pages.
+            page = _pages(table, tile + BLOCK, seen_from, old_end, PAGE, WARPS, WARP_KEYS)
+            largest, weight, total = _attend(
+                query, key, value, tile, seen_from, old_end, scale_log2, largest, weight, total
+            )
+
+        newest = tl.reshape(newest, (1, 8, 1))
+        top = tl.maximum(tl.max(largest, axis=0, keep_dims=True), newest)
+        shrink = tl.exp2(largest - top)
+        new_share = tl.exp2(newest - top)
+        weight = tl.sum(weight * shrink, axis=0, keep_dims=True) + new_share
+        total = tl.reshape(total, (WARPS, COPIES, GROUP_ROWS, COPIES, PARTS, 8))
+        own = copy[:, :, None, :, :] == tl.arange(0, COPIES)[None, None, :, None, None]
+        total = tl.sum(tl.where(own, total, 0.0), axis=3)
+        total = tl.sum(total * tl.reshape(shrink, (WARPS, COPIES, GROUP_ROWS, 1, 1)), axis=0)
+        total += tl.reshape(new_share, (COPIES, GROUP_ROWS, 1, 1)) * new_value
+        total /= tl.reshape(weight, (COPIES, GROUP_ROWS, 1, 1))
+
+        in_heads = merged_head * HEAD_DIM + merged_dim
+        listed = merged_head < GROUP
+        if splits == 1:
+            target = out + (row.to(tl.int64) * HEADS + kv_head * GROUP) * HEAD_DIM + in_heads
+            tl.store(target, total.to(dtype), mask=listed)
+        else:
+            partial = (first_partial + split) * HEADS + kv_head * GROUP
+            tl.store(partial_out + partial.to(tl.int64) * HEAD_DIM + in_heads, total, mask=listed)
+            group_row = tl.arange(0, 8)
+            lse = tl.reshape(top + tl.log2(weight), (8,))
+            tl.store(partial_lse + partial + group_row, lse, mask=group_row < GROUP)
+        if splits > 1:
+            # All threads' stores happen before the count that tells others of them.
+            tl.debug_barrier()
+            counter = arrived + first_partial * KV_HEADS + kv_head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
+                tl.store(counter, 0)
+                merge_partials(
+                    out, partial_out, partial_lse, row, first_partial, splits, kv_head,
+                    KV_HEADS, GROUP, HEAD_DIM, MAX_SPLITS,
+                )  # fmt: skip
+    elif (token < num_tokens) | (tl.program_id(0) == 0):  # noqa: SIM102 - one is known to the compiler
+        # Without work a program may end before the kernel before does, but not all of them.
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+
+    for padding in range(token, num_tokens, tl.num_programs(0) // KV_HEADS):
+        for member in tl.static_range(GROUP):
+            target = out + (padding * HEADS + kv_head * GROUP + member) * HEAD_DIM + tl.arange(0, HEAD_DIM)
+            tl.store(target, tl.zeros((HEAD_DIM,), dtype))

@@ -1,0 +1,145 @@
+"""How a step's plan reaches the device, and its results the host: kernels that read and write the host's own memory.
+
+Copies by the copy engine would stand between a step's graphs, and each change from one to the other lets the GPU idle
+for some microseconds. So the first kernel of a step reads the plan from pinned memory, and the last writes results
+there. Which of the host's buffers are the step's, the kernels find without being told: the host uses them in turn, and
+`turn` counts along on the device.
+
+    step         N                   N + 1               N + 2               N + 3
+    buffers      0                   1                   2                   0
+    device       fetch .. deliver    fetch .. deliver    fetch .. deliver    fetch ..
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu_runner.kernels.upload_layout import RESULT_WORDS_WORD, TURN_WORD, USED_WORDS_WORD
+
+BLOCK = 512
+NUM_WARPS = 4
+MAX_PROGRAMS = 32
+"""Reads over the bus take a microsecond or two, however few: what a step usually needs is asked for at once."""
+WORDS_PER_TOKEN = 8
+"""What a plan has for each token, if it has little else: five words of a decode row, and half of a new page."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostRing:
+    """Where the host's buffers lie. Zero until `connect`, and as long nothing is read or written there."""
+
+    uploads: Tensor  # [depth] int64, addresses
+    results: Tensor  # [depth] int64
+    turn: Tensor  # [1] int32, the next step's index
+
+    @classmethod
+    def allocate(cls, depth: int, device: torch.device) -> HostRing:
+        def zeros(size: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        return cls(uploads=zeros(depth, torch.int64), results=zeros(depth, torch.int64), turn=zeros(1, torch.int32))
+
+    def connect(self, buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """buffers: upload and results of each turn, int32 on the host (pinned, if the device is a GPU), at multiples of
+        16 bytes, and kept alive by the caller. The next step takes the first. No step may run meanwhile."""
+        for table, tensors in zip((self.uploads, self.results), zip(*buffers, strict=True), strict=True):
+            table.copy_(torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64))
+        self.turn.zero_()
+
+
+def fetch(ring: HostRing, inputs: Tensor, *, num_tokens: int, pdl: bool = True) -> None:
+    """Copy the turn's plan, packed as `upload_layout` says, into `inputs`, [words] int32.
+
+    num_tokens: the graph's bucket. Fixed in a graph: all addresses.
+    """
+    programs = triton.cdiv(num_tokens * WORDS_PER_TOKEN, BLOCK)
+    pdl = pdl and inputs.device.type != "cpu"
+    _fetch_kernel[(min(programs, MAX_PROGRAMS),)](
+        ring.uploads,
+        ring.turn,
+        inputs,
+        len(inputs),
+        USED_WORD=USED_WORDS_WORD,
+        BLOCK_SIZE=BLOCK,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=NUM_WARPS,
+    )
+
+
+def deliver(ring: HostRing, inputs: Tensor, results: Tensor, *, pdl: bool = True) -> None:
+    """Write as many of `results`, [words] int32, to the turn's buffer as the plan in `inputs` asks for; then the next
+    turn begins. Once the graph has ended, the host may read them. Fixed in a graph: all addresses."""
+    pdl = pdl and inputs.device.type != "cpu"
+    _deliver_kernel[(min(triton.cdiv(len(results), BLOCK), MAX_PROGRAMS),)](
+        ring.results,
+        ring.turn,
+        inputs,
+        results,
+        len(results),
+        RESULT_WORD=RESULT_WORDS_WORD,
+        TURN=TURN_WORD,
+        DEPTH=len(ring.results),
+        BLOCK_SIZE=BLOCK,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=NUM_WARPS,
+    )
+
+
+@triton.jit
+def _fetch_kernel(
+    addresses, turn, inputs, capacity, USED_WORD: tl.constexpr, BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    address = tl.load(addresses + tl.load(turn))
+    if address != 0:
+        source = tl.multiple_of(address.to(tl.pointer_type(tl.int32), bitcast=True), 16)
+        # Both are asked for before either is there: more than the plan may be copied, which nobody reads.
+        own = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+        words = tl.load(source + own, mask=own < capacity, other=0)
+        used = tl.load(source + USED_WORD)
+        tl.store(inputs + own, words, mask=own < capacity)
+        step = tl.num_programs(0) * BLOCK_SIZE
+        for first in range(step, used, step):
+            word = first + own
+            words = tl.load(source + word, mask=word < used, other=0)
+            tl.store(inputs + word, words, mask=word < used)
+
+
+@triton.jit
+def _deliver_kernel(
+    addresses,
+    turn,
+    inputs,
+    results,
+    capacity,
+    RESULT_WORD: tl.constexpr,
+    TURN: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    # The host tells the turn with the plan: `turn` itself may be the next step's already.
+    own_turn = tl.load(inputs + TURN)
+    address = tl.load(addresses + own_turn)
+    if address != 0:
+        target = tl.multiple_of(address.to(tl.pointer_type(tl.int32), bitcast=True), 16)
+        wanted = tl.minimum(tl.load(inputs + RESULT_WORD), capacity)
+        own = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+        for first in range(0, wanted, tl.num_programs(0) * BLOCK_SIZE):
+            word = first + own
+            tl.store(target + word, tl.load(results + word, mask=word < wanted, other=0), mask=word < wanted)
+        if tl.program_id(0) == 0:
+            tl.store(turn, (own_turn + 1) % DEPTH)

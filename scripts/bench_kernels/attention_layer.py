@@ -1,0 +1,229 @@
+"""A decode step's attention between its linear layers: today's two kernels against the fused one, by tiling.
+
+    python scripts/bench_kernels/attention_layer.py [--smoke] [--shape qwen|llama]
+
+Each time is what a layer's attention adds to a graph of LAYERS times (qkv linear, attention, output linear), with
+programmatic dependent launch and keys, values and weights of its own for each layer, over the same graph with the
+linears alone. Errors come first. --smoke: tiny shapes under Triton's interpreter, to see that the script runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from attention import BYTES_PER_US, LLAMA, ON_GPU, PAGE, QWEN, SMOLLM, Case, Shape, Step, decode_case
+from torch import Tensor
+
+from gpu_runner.kernels.attention_decode import decode_attention
+from gpu_runner.kernels.attention_fused import FusedTiling, fused_decode_attention
+from gpu_runner.kernels.cuda_ops import CudaOps
+from gpu_runner.kernels.norm_rope import qk_norm_rope_write
+from gpu_runner.kernels.reference import rope_cos_sin
+from gpu_runner.kernels.work_list import WorkList, allocate_work_list
+
+LAYERS = 28
+MOST_WEIGHT_BYTES = 4e9
+EPS = 1e-6
+BASE = 1e6
+GRID = ((1, 256), (8, 256), (64, 256), (256, 256), (512, 256), (1, 4096), (64, 1024))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """tiling: None is the pair of kernels."""
+
+    tiling: FusedTiling | None
+    split_step: int = 256
+    target_programs: int = 132 * 8
+
+    @property
+    def label(self) -> str:
+        if self.tiling is None:
+            return f"pair s{self.split_step}"
+        tiling = self.tiling
+        target = "" if self.target_programs == 132 * 8 else f" t{self.target_programs // 132}"
+        return f"{tiling.warp_tokens}x{tiling.num_warps} s{self.split_step}{target}"
+
+
+PAIR = Choice(None, split_step=64)
+
+
+class Layers:
+    """The step with what a layer's attention takes and what stands around it."""
+
+    def __init__(self, shape: Shape, hidden: int, case: Case, *, dtype: torch.dtype, device: str, layers: int) -> None:
+        self.step = step = Step(shape, case, dtype=dtype, device=device, layers=layers)
+        rows = step.num_tokens
+        width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        self.device = torch.device(device)
+        self.positions = torch.from_numpy(step.starts).to(device)
+        page = step.page_table.cpu()[torch.arange(rows), torch.from_numpy(step.starts) // PAGE]
+        self.kv_index = (page * PAGE + torch.from_numpy(step.starts) % PAGE).to(torch.int32).to(device)
+        half = shape.head_dim // 2
+        self.inv_freq = (BASE ** -(torch.arange(half, device=device) / half)).float()
+        self.rotation = rope_cos_sin(torch.arange(int(step.starts.max()) + 1, device=device), self.inv_freq)
+        sets = max(1, min(layers, int(MOST_WEIGHT_BYTES // (2 * (width + shape.heads * shape.head_dim) * hidden))))
+
+        def weights(*size: int) -> Tensor:
+            return torch.randn(size, dtype=dtype, device=device) / size[-1] ** 0.5
+
+        self.qkv_weights = [weights(width, hidden) for _ in range(sets)]
+        self.o_weights = [weights(hidden, shape.heads * shape.head_dim) for _ in range(sets)]
+        self.norm = torch.ones(hidden, dtype=dtype, device=device)
+        self.q_norm, self.k_norm = (1 + 0.1 * weights(2, shape.head_dim)).unbind()
+        self.residual = weights(rows, hidden)
+        self.qkv = weights(rows, width) * width**0.5
+        self.ops = CudaOps(self.device)
+
+    def work(self, choice: Choice) -> WorkList:
+        step = self.step
+        work = allocate_work_list(
+            max_rows=len(step.starts), max_tokens=step.num_tokens, num_heads=step.shape.heads,
+            num_kv_heads=step.shape.kv_heads, head_dim=step.shape.head_dim, window=None, device=self.device,
+            target_programs=choice.target_programs, split_step=choice.split_step,
+        )  # fmt: skip
+        step.build(work)
+        return work
+
+    def attend(self, qkv: Tensor, kv_layer: Tensor, work: WorkList, choice: Choice) -> Tensor:
+        step = self.step
+        shared: dict[str, Any] = {"counts": step.counts, "page_table": step.page_table, "scale": step.scale}
+        norms: dict[str, Any] = {"q_norm": self.q_norm, "k_norm": self.k_norm, "eps": EPS}
+        if choice.tiling is None:
+            q = qk_norm_rope_write(
+                qkv, self.positions, self.kv_index, self.inv_freq, kv_layer, num_heads=step.shape.heads, **norms
+            )
+            out = torch.empty_like(q)
+            decode_attention(q, kv_layer, out, work, **shared)
+            return out
+        out = torch.empty_like(step.q)
+        fused_decode_attention(
+            qkv, kv_layer, out, work, positions=self.positions, kv_index=self.kv_index, rotation=self.rotation,
+            tiling=choice.tiling, **norms, **shared,
+        )  # fmt: skip
+        return out
+
+    def layer(self, index: int, attend: Callable[[Tensor, Tensor], Tensor]) -> None:
+        sets = len(self.qkv_weights)
+        qkv = self.ops.norm_linear(self.residual, self.norm, EPS, self.qkv_weights[index % sets], None)
+        out = attend(qkv, self.step.kv[index % self.step.layers])
+        self.ops.linear_add(out.flatten(1), self.o_weights[index % sets], None, self.residual)
+
+    def time(self, choice: Choice | None) -> float:
+        """us a layer; None: with the linears alone."""
+        work = self.work(choice or PAIR)
+
+        def attend(qkv: Tensor, kv_layer: Tensor) -> Tensor:
+            return self.step.q if choice is None else self.attend(qkv, kv_layer, work, choice)
+
+        def layers() -> None:
+            for index in range(LAYERS):
+                self.layer(index, attend)
+
+        return graph_us(layers) / LAYERS
+
+    def error(self, choice: Choice) -> tuple[float, float]:
+        """Relative differences from the pair of kernels, of the output and of what is in the pages."""
+        results = []
+        for each in (PAIR, choice):
+            kv_layer = self.step.kv[0].clone()
+            work = self.work(each)
+            results.append((self.attend(self.qkv, kv_layer, work, each).float(), kv_layer.float()))
+        (out, kv_layer), (other, other_kv) = results
+        return float((other - out).norm() / out.norm()), float((other_kv - kv_layer).norm() / kv_layer.norm())
+
+
+def graph_us(launch: Callable[[], None], repeats: int = 12) -> float:
+    if not ON_GPU:
+        return 0.0
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    times = []
+    for _ in range(repeats + 3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times[3:])
+
+
+def compile_in_parallel(shape_name: str, count: int) -> None:
+    """Each choice's kernel into Triton's cache, in processes of their own."""
+    command = [sys.executable, __file__, "--shape", shape_name, "--compile"]
+    children = [subprocess.Popen([*command, str(index)]) for index in range(count)]
+    for child in children:
+        child.wait()
+
+
+def choices_for(group: int) -> list[Choice]:
+    tilings = [(32, 8), (16, 8), (32, 4), (16, 4), (16, 2), (16, 1), (8, 4)] if group <= 2 else [
+        (16, 8), (8, 8), (16, 4), (8, 4), (16, 2), (8, 2), (16, 1)
+    ]  # fmt: skip
+    fused = [Choice(FusedTiling(*tiling)) for tiling in tilings]
+    fused += [replace(choice, split_step=128) for choice in (fused[0], fused[1], fused[4])]
+    return [PAIR, replace(PAIR, split_step=256), *fused, replace(fused[4], target_programs=132 * 16)]
+
+
+def errors(shape: Shape, hidden: int, choices: list[Choice], dtype: torch.dtype, device: str, case: Case) -> None:
+    layers = Layers(shape, hidden, case, dtype=dtype, device=device, layers=1)
+    for choice in choices:
+        out, pages = layers.error(choice)
+        print(f"{shape.name} {choice.label}: differs from the pair by {out:.1e}, in the pages by {pages:.1e}")
+
+
+def table(shape: Shape, hidden: int, choices: list[Choice], cases: list[Case], dtype: torch.dtype, device: str) -> None:
+    print(f"\n{shape.name}: us that attention adds to a layer; keys of a warp x warps, ranges' step; floor of KV bytes")
+    print(f"{'':>12} {'linears':>8} {'floor':>6} " + " ".join(f"{choice.label:>11}" for choice in choices))
+    for case in cases:
+        layers = Layers(shape, hidden, case, dtype=dtype, device=device, layers=LAYERS if ON_GPU else 1)
+        floor = sum(case.decode_lens) * shape.token_bytes / BYTES_PER_US
+        alone = layers.time(None)
+        times = [layers.time(choice) - alone for choice in choices]
+        print(
+            f"{case.name:>12} {alone:8.2f} {floor:6.2f} " + " ".join(f"{us:11.2f}" for us in times)
+            + f"   best {min(times):.2f}, {100 * floor / max(min(times), 1e-9):.0f} %",
+            flush=True,
+        )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--shape", choices=("qwen", "llama"), default="qwen")
+    parser.add_argument("--compile", type=int, help="only compile this choice")
+    options = parser.parse_args()
+    device, dtype = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
+    if options.smoke:
+        shape = replace(SMOLLM, heads=3, kv_heads=1)
+        choices = [PAIR, Choice(FusedTiling(16, 2))]
+        errors(shape, 48, choices, dtype, device, Case("smoke", [40, 1, 300], []))
+        return
+    shape, hidden = (QWEN, 1024) if options.shape == "qwen" else (LLAMA, 4096)
+    choices = choices_for(shape.heads // shape.kv_heads)
+    ragged = Case("ragged", [1, 257, 3000, 17, 64, 65, 700], [])
+    if options.compile is not None:
+        Layers(shape, 64, decode_case(1, 20), dtype=dtype, device=device, layers=1).error(choices[options.compile])
+        return
+    start = time.monotonic()
+    compile_in_parallel(options.shape, len(choices))
+    print(f"compiled in {time.monotonic() - start:.1f} s")
+    errors(shape, 64, choices, dtype, device, ragged)
+    table(shape, hidden, choices, [decode_case(*size) for size in GRID], dtype, device)
+    print(f"done in {time.monotonic() - start:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""The ways to compute a linear that `linear.py` tries, by shape and number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from gpu_runner.kernels.linear import MIN_DOT_TOKENS
+from gpu_runner.kernels.linear_config import (
+    MIN_HEAD_ROWS,
+    NUM_PROGRAMS,
+    DotConfig,
+    FmaConfig,
+    LinearConfig,
+    TileConfig,
+    choose,
+    fitted,
+)
+
+CUBLAS = "cuBLAS"
+CUBLAS_TURNED = "cuBLAS [K, N]"  # of a head kept as [K, N]
+Way = LinearConfig | str
+
+MAX_SHARED_BYTES = 227 << 10
+MAX_SPLIT = 8
+
+
+@dataclass(frozen=True)
+class Linear:
+    name: str  # qkv, o, gate_up, down or head
+    n: int
+    k: int
+
+    @property
+    def normed(self) -> bool:
+        return self.name in ("qkv", "gate_up")
+
+    @property
+    def is_head(self) -> bool:
+        return self.n >= MIN_HEAD_ROWS
+
+
+def ways_of(linear: Linear, tokens: int) -> list[Way]:
+    """What `choose` names first."""
+    ways: list[Way] = [choose(tokens, linear.n, linear.k) or CUBLAS, CUBLAS]
+    if linear.name == "head":
+        ways.append(CUBLAS_TURNED)
+    if tokens <= 4:
+        ways += _fma_ways(linear)
+    if 4 <= tokens <= 128:
+        ways += _dot_ways(linear, tokens)
+    if tokens >= 128:
+        ways += _tile_ways(linear, tokens)
+    return list(dict.fromkeys(ways))
+
+
+def _fma_ways(linear: Linear) -> Iterator[FmaConfig]:
+    """8 to 64 KiB of weights on their way to a program, 32 to 256 bytes of a thread, a program for each SM."""
+    warps = (2, 4, 8) if linear.k <= 1024 else (4, 8)
+    for rows, num_warps, (block_k, depth) in product(
+        (2, 4, 8, 16), warps, ((1024, 1), (1024, 2), (1024, 3), (1024, 4), (2048, 2), (2048, 4))
+    ):
+        held = rows * block_k * depth * 2
+        per_thread = held // (32 * num_warps)
+        shallow = linear.k > 1024 and block_k * depth < min(linear.k, 4096) // 2
+        if (
+            8192 <= held <= 65536
+            and 32 <= per_thread <= 256
+            and block_k * (depth - 1) < linear.k
+            and not shallow
+            and linear.n // rows >= 128
+        ):
+            yield FmaConfig(rows, block_k, depth, num_warps)
+
+
+def _dot_ways(linear: Linear, tokens: int) -> Iterator[DotConfig]:
+    cuts = [
+        DotConfig(rows=64, block_k=128, stages=4, num_warps=4, prefetch_k=512, weight_first=True),
+        DotConfig(rows=64, block_k=128, stages=6, num_warps=4, prefetch_k=512, weight_first=True),
+        DotConfig(rows=32, block_k=128, stages=4, num_warps=4, prefetch_k=512),
+        DotConfig(rows=128, block_k=64, stages=5, num_warps=8, prefetch_k=256, weight_first=True),
+    ]
+    if linear.k < 1024:
+        cuts += [
+            DotConfig(rows=16, block_k=64, stages=4, num_warps=2, prefetch_k=512),
+            DotConfig(rows=32, block_k=64, stages=4, num_warps=4, prefetch_k=512),
+        ]
+    for cut in cuts:
+        token_tile = 64 if tokens <= 64 else 128
+        if cut.stages * (cut.rows + min(token_tile, _padded(tokens))) * cut.block_k * 2 > MAX_SHARED_BYTES:
+            continue
+        for split_k in (1, 2, 4, 6, MAX_SPLIT):
+            config = fitted(replace(cut, split_k=split_k, tokens=token_tile), linear.n, linear.k)
+            if config.split_k == split_k and not (linear.normed and split_k > 2):
+                yield config
+
+
+def _tile_ways(linear: Linear, tokens: int) -> Iterator[TileConfig]:
+    for tile_tokens, rows, stages, num_warps in (
+        *((64, 128, 6, 4), (128, 64, 4, 4), (128, 128, 3, 8), (128, 128, 6, 8), (128, 128, 5, 4)),
+        *((128, 256, 4, 8), (256, 128, 4, 8)),
+    ):
+        tiles = -(-linear.n // rows) * -(-tokens // tile_tokens)
+        if tile_tokens <= tokens and tiles > NUM_PROGRAMS // 2:
+            cut = TileConfig(tile_tokens, rows, 64, stages, num_warps)
+            yield cut
+            if tiles > 2 * NUM_PROGRAMS:
+                yield replace(cut, programs=NUM_PROGRAMS)
+
+
+def prefill_ways(*, specialized: bool) -> list[TileConfig]:
+    """Of a gate-up product of thousands of tokens. specialized: also with warps that only ask for blocks."""
+    large = TileConfig(128, 256, 64, 4, 8)
+    ways = [replace(large, group=group) for group in (0, 8, 16)]
+    ways += [
+        replace(large, stages=3, group=16),
+        replace(large, block_k=128, stages=2, group=16),
+        *(replace(large, group=group, programs=NUM_PROGRAMS) for group in (0, 8, 16)),
+        replace(large, stages=3, group=16, programs=NUM_PROGRAMS),
+        TileConfig(256, 128, 64, 4, 8, group=8),
+        TileConfig(256, 128, 64, 4, 8, group=8, programs=NUM_PROGRAMS),
+        TileConfig(128, 128, 64, 3, 8, group=16),
+        TileConfig(128, 128, 64, 3, 4, group=16),
+    ]
+    if specialized:
+        ways += [
+            TileConfig(128, 256, 64, 4, 4, group=16, specialized=True),
+            TileConfig(128, 256, 64, 3, 4, group=16, specialized=True),
+            TileConfig(128, 128, 64, 3, 4, group=16, specialized=True),
+        ]
+    return ways
+
+
+def compile_key(linear: Linear, tokens: int, way: LinearConfig) -> Any:
+    """Equal for what is one compiled kernel."""
+    op = linear.name if linear.normed or linear.is_head else "add"
+    if isinstance(way, FmaConfig):
+        return op, linear.n, linear.k, way, tokens
+    if isinstance(way, TileConfig):
+        return op, linear.n, linear.k, replace(way, programs=min(way.programs, 1))
+    return op, linear.n, linear.k, way, min(way.tokens, _padded(tokens)), tokens <= way.tokens
+
+
+def _padded(tokens: int) -> int:
+    return max(MIN_DOT_TOKENS, 1 << (tokens - 1).bit_length())
+
+
+def short(way: Way) -> str:
+    if isinstance(way, str):
+        return way
+    name = f"r{way.rows} k{way.block_k}"
+    if isinstance(way, FmaConfig):
+        return f"fma {name} d{way.depth} w{way.num_warps}"
+    if isinstance(way, TileConfig):
+        special = " specialized" if way.specialized else ""
+        return f"tile t{way.tokens} {name} s{way.stages} w{way.num_warps} g{way.group} p{way.programs}{special}"
+    first = " W" if way.weight_first else ""
+    return f"dot t{way.tokens} {name} s{way.stages} w{way.num_warps} split{way.split_k} pf{way.prefetch_k}{first}"

@@ -1,0 +1,107 @@
+"""What a run of `gpu_check.sh` found, as Markdown: its parts, then the headline numbers.
+
+    python scripts/gpu_summary.py FOLDER
+
+Reads FOLDER/parts.tsv (name, how it ended, seconds) and the JSON files of the benchmarks, whichever are there; prints
+the tables and writes them to FOLDER/summary.md.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Empty without rows."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    if not lines:
+        return ""
+    return "\n".join([f"| {' | '.join(header)} |", "|" + " --- |" * len(header), *lines]) + "\n"
+
+
+def parts(folder: Path) -> str:
+    path = folder / "parts.tsv"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return table(("part", "", "seconds"), (line.split("\t") for line in lines))
+
+
+def read(folder: Path, kind: str) -> list[tuple[str, Any]]:
+    """Names, without the kind, and contents of the files of a kind."""
+    paths = sorted(folder.glob(f"{kind}-*.json"))
+    return [(path.stem.removeprefix(f"{kind}-"), json.loads(path.read_text())) for path in paths]
+
+
+def decode(folder: Path) -> str:
+    rows = [
+        (
+            *(model["model"], str(row["batch"]), f"{row['ms']:.3f}", f"{row['floor_ms']:.3f}"),
+            *(f"{row['ms'] / row['floor_ms']:.2f}", f"{row['tokens_per_s']:,.0f}", f"{row['host_us']:.0f}"),
+        )
+        for _, models in read(folder, "step")
+        for model in models
+        for row in model["decode"]
+    ]
+    return table(("decode", "batch", "ms/step", "floor", "x floor", "tok/s", "host us"), rows)
+
+
+def prefill(folder: Path) -> str:
+    rows = [
+        (model["model"], f"{row['count']} x {row['length']}", f"{row['tokens_per_s']:,.0f}", f"{row['first_ms']:.2f}")
+        for _, models in read(folder, "step")
+        for model in models
+        for row in model["prefill"]
+    ]
+    return table(("prefill", "prompts", "tok/s", "first token ms"), rows)
+
+
+def busy(folder: Path) -> str:
+    rows = [
+        (
+            *(row["model"], str(row["batch"]), f"{100 * row['busy_us'] / row['plain_step_us']:.1f} %"),
+            *(f"{100 * row['busy_share']:.1f} %", f"{row['idle_us']['p50']:.1f}", f"{row['kernels_per_step']:.0f}"),
+        )
+        for _, results in read(folder, "gaps")
+        for row in results
+    ]
+    return table(("busy", "batch", "of a step", "under the profiler", "idle gap p50 us", "kernels a step"), rows)
+
+
+def serving(folder: Path) -> str:
+    rows = []
+    for name, run in sorted(read(folder, "serve"), key=lambda item: (item[0].rpartition("-")[0], streams(item[0]))):
+        latencies = (run.get(key, {}).get("p50", float("nan")) for key in ("ttft_ms", "tpot_ms"))
+        rows.append(
+            (
+                *(name.rpartition("-")[0], str(streams(name)), f"{run['ok']} of {run['requests']}"),
+                *(f"{run['output_tokens_per_s']:,.0f}", *(f"{value:.2f}" for value in latencies)),
+            )
+        )
+    return table(("HTTP", "streams", "ok", "out tok/s", "TTFT p50 ms", "TPOT p50 ms"), rows)
+
+
+def streams(name: str) -> int:
+    return int(name.rpartition("-")[2])
+
+
+def summary(folder: Path) -> str:
+    tables = (make(folder) for make in (parts, decode, prefill, busy, serving))
+    return "\n".join(text for text in tables if text)
+
+
+def main() -> int:
+    if len(sys.argv) != 2:
+        print(__doc__, file=sys.stderr)
+        return 2
+    folder = Path(sys.argv[1])
+    text = summary(folder)
+    (folder / "summary.md").write_text(text)
+    print(text, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

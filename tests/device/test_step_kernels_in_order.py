@@ -1,0 +1,121 @@
+"""The GPU's step without a GPU: its kernels, one by one under the interpreter, give the plain step's tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.engine_core import EngineCore
+from support.random_model import write_config
+
+from asyncengine.sampling import SamplingParams
+from asyncengine.wire.messages import RunnerInfo
+from gpu_runner.device.buffers import pages_for
+from gpu_runner.device.executor import Executor, StepRunner
+from gpu_runner.device.graph_step import GraphStep
+from gpu_runner.device.memory import allocate_kv_cache
+from gpu_runner.device.state import DeviceState
+from gpu_runner.device.step import Step
+from gpu_runner.device.target import make_stream
+from gpu_runner.kernels.cuda_ops import CudaOps
+from gpu_runner.kernels.upload_layout import upload_words
+from gpu_runner.models.registry import random_model
+
+CPU = torch.device("cpu")
+ROWS, STEP_TOKENS, CONTEXT, NUM_PAGES, VOCAB = 2, 16, 48, 12, 60
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True),
+    SamplingParams(temperature=1.0, max_tokens=2, seed=3, ignore_eos=True),
+    SamplingParams(temperature=1.2, top_p=0.8, max_tokens=3, seed=4, ignore_eos=True),
+    SamplingParams(
+        temperature=1.0,
+        seed=5,
+        repetition_penalty=1.3,
+        frequency_penalty=0.5,
+        logit_bias=((7, 4.0), (59, 3.0)),
+        logprobs=3,
+        max_tokens=3,
+        ignore_eos=True,
+    ),
+]
+PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (19, 1, 6, 5)]
+
+
+def executor(model: str, *, kernels: bool) -> Executor:
+    """Of `GraphStep` that captures nothing, or of `Step`."""
+    decoder = random_model(model, device=CPU, dtype=torch.float32, ops=CudaOps(CPU, pdl=False) if kernels else None)
+    kv_cache = allocate_kv_cache(decoder.config, NUM_PAGES, torch.float32, CPU)
+    num_slots, pages_per_seq = 2 * ROWS, pages_for(CONTEXT)
+    state = DeviceState(num_slots=num_slots, pages_per_seq=pages_per_seq, device=CPU)
+    words = upload_words(num_slots=num_slots, pages_per_seq=pages_per_seq, max_step_tokens=STEP_TOKENS)
+    step: StepRunner
+    if kernels:
+        step = graph_step = GraphStep(
+            decoder=decoder,
+            model=decoder.config,
+            kv_cache=kv_cache,
+            state=state,
+            max_rows=ROWS,
+            max_step_tokens=STEP_TOKENS,
+            upload_words=words,
+            dtype=torch.float32,
+            graphs=False,
+            pdl=False,
+        )
+        graph_step.capture(lambda done, total: None)
+    else:
+        step = Step(decoder=decoder, kv_cache=kv_cache, state=state, max_step_tokens=STEP_TOKENS, upload_words=words)
+    info = RunnerInfo(
+        device="cpu",
+        dtype="float32",
+        architecture=decoder.config.architecture,
+        vocab_size=VOCAB,
+        max_model_len=CONTEXT,
+        num_pages=NUM_PAGES,
+        weight_bytes=0,
+        kv_cache_bytes=0,
+    )
+    return Executor(
+        step=step,
+        model_config=decoder.config,
+        stream=make_stream(CPU),
+        info=info,
+        num_slots=num_slots,
+        pages_per_seq=pages_per_seq,
+        max_step_tokens=STEP_TOKENS,
+        pinned=False,
+    )
+
+
+def run(model: str, *, kernels: bool) -> EngineCore:
+    device = executor(model, kernels=kernels)
+    core = EngineCore(
+        num_pages=NUM_PAGES,
+        max_model_len=CONTEXT,
+        max_num_seqs=ROWS,
+        max_num_batched_tokens=STEP_TOKENS,
+        vocab_size=VOCAB,
+        device=device,
+    )
+    for rid, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        core.add_request(rid, prompt, params)
+    core.run()
+    core.assert_nothing_held()
+    device.close()
+    return core
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels take tensors of the GPU here")
+def test_kernels_one_by_one_give_the_plain_steps_tokens(tmp_path: Path) -> None:
+    model = write_config(
+        tmp_path, vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16,
+    )  # fmt: skip
+    kernels, plain = run(model, kernels=True), run(model, kernels=False)
+    assert kernels.outputs == plain.outputs
+    assert list(kernels.logprobs) == list(plain.logprobs) == [3]
+    for (chosen, tops), (same, same_tops) in zip(kernels.logprobs[3], plain.logprobs[3], strict=True):
+        assert list(tops) == list(same_tops)
+        assert [chosen, *tops.values()] == pytest.approx([same, *same_tops.values()], abs=1e-4)

@@ -1,0 +1,49 @@
+"""A model's kernels, compiled for a GPU on a machine that has none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 1,
+}
+
+
+def compile_kernels(folder: Path, cache: Path) -> dict[str, Any]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-m", "support.compile_without_gpu", str(folder)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    result: dict[str, Any] = json.loads(run.stdout)
+    return result
+
+
+def test_a_start_compiles_every_kernel_and_the_next_one_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    done = compile_kernels(tmp_path, tmp_path / "cache")
+    (kernels, compiled, known), again = done["results"]
+    # What was compiled lies where a launch of the same kernel looks for it, and on disk.
+    assert kernels == compiled == known > 20
+    assert again == [kernels, 0, kernels]
+    assert done["progress"] == 2 * [[ready, kernels if ready else 0] for ready in range(kernels + 1)]
+    assert 0 < len(done["launchers"]) < 2 * kernels

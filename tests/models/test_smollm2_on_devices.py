@@ -1,0 +1,77 @@
+"""The embedded model's real weights in whole steps on a device, a GPU's captured graphs among them.
+
+That the CPU gives transformers' tokens is shown elsewhere, so here too transformers in float32 says which are right.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.device_engine import device_engine, greedy
+from torch import Tensor
+
+from asyncengine.config import Device, DType
+
+pytest.importorskip("transformers", reason="transformers, the reference, is not installed")
+from smollm2 import model_file, random_prompts, transformers_model
+
+MAX_GAP: dict[DType, float] = {"float32": 0.05, "bfloat16": 0.5}
+"""Of the reference's logits, whose deviation is about 4: by how much a chosen token may be worse than the best. In
+bfloat16 transformers' own choices are by up to 0.2 over these prompts, and the plain operations' by up to 0.3."""
+MAX_FLIPS: dict[DType, float] = {"float32": 0.002, "bfloat16": 0.03}
+"""Share of tokens that are not the reference's best. In bfloat16 it is 1.4 % for transformers itself."""
+MAX_ERROR: dict[DType, float] = {"float32": 1e-3, "bfloat16": 3e-2}
+"""Of the logits' norm. In bfloat16 two ways of rounding differ by more than each does from the truth."""
+BFLOAT16_SLACK = 1.25
+"""How much farther from float32's logits ours may be than transformers' own in the same type."""
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("device", "dtype", "num_prompts", "num_tokens"),
+    [
+        ("cpu", "float32", 2, 4),
+        pytest.param("cuda", "float32", 20, 64, marks=pytest.mark.gpu),
+        pytest.param("cuda", "bfloat16", 20, 64, marks=pytest.mark.gpu),
+    ],
+)
+def test_greedy_answers_are_the_references_but_where_it_hardly_prefers_one(
+    device: Device, dtype: DType, num_prompts: int, num_tokens: int
+) -> None:
+    path = model_file()
+    prompts = random_prompts(num_prompts)
+    with device_engine(str(path), device=device, dtype=dtype, max_num_seqs=8, step_tokens=32) as engine:
+        answers = engine.run_with_logits(
+            [np.array(prompt, np.int32) for prompt in prompts], [greedy(num_tokens)] * num_prompts
+        )
+    exact = transformers_model(path).to(device)
+    gaps: list[Tensor] = []
+    for prompt, (tokens, _) in zip(prompts, answers, strict=True):
+        logits = logits_before(exact, prompt, tokens)
+        gaps.append(logits.amax(dim=1) - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0])
+    gap = torch.cat(gaps)
+    assert gap.shape == (num_prompts * num_tokens,)
+    assert gap.max() < MAX_GAP[dtype]
+    assert (gap > 0).float().mean() <= MAX_FLIPS[dtype]
+
+    truths = [logits_before(exact, prompt, tokens) for prompt, (tokens, _) in zip(prompts, answers, strict=True)]
+    same_type = exact.to(getattr(torch, dtype))
+    own_error = reference_error = 0.0
+    for prompt, (tokens, logits), truth in zip(prompts, answers, truths, strict=True):
+        expected = logits_before(same_type, prompt, tokens)
+        assert (logits - expected).norm() <= MAX_ERROR[dtype] * expected.norm()
+        own_error += float((logits - truth).square().sum())
+        reference_error += float((expected - truth).square().sum())
+    if dtype == "bfloat16":
+        assert own_error <= BFLOAT16_SLACK**2 * reference_error
+
+
+@torch.inference_mode()
+def logits_before(model: Any, prompt: list[int], output: list[int]) -> Tensor:
+    """[len(output), vocab] float32: from which the model would choose each of these tokens, given those before it."""
+    tokens = torch.tensor([prompt + output[:-1]], device=model.device)
+    logits: Tensor = model(tokens).logits[0, len(prompt) - 1 :].float().cpu()
+    return logits

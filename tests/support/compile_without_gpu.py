@@ -1,0 +1,73 @@
+"""Compiles a tiny model's kernels for a GPU that is not there, and prints as JSON what was done.
+
+    python -m support.compile_without_gpu MODEL_FOLDER
+
+A process of its own: the tests' one runs Triton's interpreter instead of its compiler.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from asyncengine.config import EngineConfig
+from gpu_runner.device import build_gpu
+from gpu_runner.kernels.kernel_compiler import KernelCompiler
+from gpu_runner.models.registry import read_model_config
+
+
+class Hopper:
+    """As much of a driver as the compiler asks for."""
+
+    def __init__(self) -> None:
+        self.launchers: list[str] = []
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def launcher_cls(self, source: Any, metadata: Any) -> None:
+        self.launchers.append(source.name)
+
+
+def main() -> None:
+    hopper = Hopper()
+    driver.set_active(hopper)
+    config = EngineConfig(load_format="dummy", max_num_seqs=1, max_num_batched_tokens=16, kv_cache_tokens=256)
+    with (
+        patch("torch.cuda.mem_get_info", return_value=(1 << 36, 1 << 36)),
+        patch("torch.cuda.memory_reserved", return_value=0),
+        patch("torch.cuda.get_device_capability", return_value=(9, 0)),
+    ):
+        build = build_gpu.GpuBuild(
+            config,
+            read_model_config(sys.argv[1]),
+            device=torch.device("cuda", 0),
+            dtype=torch.bfloat16,
+            num_slots=2,
+            progress=lambda phase, done, total: None,
+            graphs=True,
+            pdl=True,
+        )
+    results, progress = [], []
+    for _ in range(2):
+        with KernelCompiler(build._rehearse, threads=2) as compiler:
+            done = compiler.wait(lambda *now: progress.append(now))
+        known = sum(key in function.device_caches[0][0] for (*_, key), (function, _) in compiler._found.items())
+        results.append((done.kernels, done.compiled, known))
+    print(json.dumps({"results": results, "launchers": hopper.launchers, "progress": progress}))
+
+
+if __name__ == "__main__":
+    main()
