@@ -58,11 +58,10 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
     serve.add_argument(
         "--api-workers",
-        default="1",
+        default="auto",
         metavar="N",
         help=f"processes that serve HTTP, from 1 to {MAX_API_WORKERS}, or auto: 1 without a GPU or with fewer than "
-        f"{CORES_FOR_API_WORKERS} cores, else {AUTO_API_WORKERS}. One is enough for a few hundred streams of a large "
-        "model (default: %(default)s)",
+        f"{CORES_FOR_API_WORKERS} cores, else {AUTO_API_WORKERS} (default: %(default)s)",
     )
     add_engine_options(serve)
 

@@ -106,7 +106,8 @@ def prompts(count: int, length: int, vocab_size: int) -> list[np.ndarray]:
 
 def measure_decode(engine: Engine, batch: int, context: int, steps: int) -> dict[str, Any]:
     engine.reset()
-    for rid, prompt in enumerate(prompts(batch, context, engine.executor.model_config.vocab_size)):
+    length = max(1, context - WARM_STEPS - steps // 2)  # so that half of the steps see more, and half fewer
+    for rid, prompt in enumerate(prompts(batch, length, engine.executor.model_config.vocab_size)):
         engine.add(rid, prompt, steps + 400)
     times: list[float] = []
     host: list[HostTimes] = []
@@ -124,7 +125,7 @@ def measure_decode(engine: Engine, batch: int, context: int, steps: int) -> dict
         engine.scheduler.abort(rid)
     engine.drain()
     executor = engine.executor
-    kv_bytes = batch * (context + steps / 2) * executor.model_config.kv_bytes_per_token(_dtype(executor))
+    kv_bytes = batch * context * executor.model_config.kv_bytes_per_token(_dtype(executor))
     floor = (executor.weight_bytes + kv_bytes) / MEMORY_BYTES_PER_S
     step = float(np.median(times))
     return {
@@ -206,7 +207,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", type=Path, default=[DATA / "qwen3-0.6b", DATA / "llama-3.1-8b"])
     parser.add_argument("--device", default="auto")
     parser.add_argument("--batches", default="1,8,64,256,512")
-    parser.add_argument("--context", type=int, default=256, help="prompt tokens of a decoding row")
+    parser.add_argument("--context", type=int, default=256, help="tokens of a row, on average over the steps")
     parser.add_argument("--steps", type=int, default=100, help="decode steps measured per batch size")
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--max-num-batched-tokens", type=int)

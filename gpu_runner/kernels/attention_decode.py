@@ -162,15 +162,17 @@ def _decode_kernel(
             table, first, end, kv, value_offset, kv_head, KV_HEADS, HEAD_DIM, PAGE, PREFETCH_PAGES, PREFETCH_LANES
         )
     page = tl.load(table + nearest_own(first + key, seen_from, end) // PAGE, mask=live, other=0)
+    first_padding = tl.load(counts + 2) + index
     if PDL:
-        # Programs without work wait too: this kernel must not end before the one before it.
-        tl.extra.cuda.gdc_wait()
+        # Without work a program may end before the kernel before does, but not all of them.
+        if live | (first_padding < num_tokens) | (tl.program_id(0) == 0):
+            tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
     heads = KV_HEADS * GROUP
     head = kv_head * GROUP + head_rows
     member = (head_rows < GROUP)[:, None]
-    for token in range(tl.load(counts + 2) + index, num_tokens, tl.num_programs(0) // KV_HEADS):
+    for token in range(first_padding, num_tokens, tl.num_programs(0) // KV_HEADS):
         padding = out + ((head_rows.to(tl.int64) * 0 + token) * heads + head)[:, None] * HEAD_DIM + lane[None, :]
         tl.store(padding, tl.zeros((GROUP_ROWS, HEAD_DIM), out.dtype.element_ty), mask=member)
 
@@ -219,4 +221,5 @@ def _decode_kernel(
                     GROUP,
                     HEAD_DIM,
                     MAX_SPLITS,
+                    1,
                 )

@@ -22,8 +22,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu_runner.kernels.attention_parts import LOG2_E, merge_partials, nearest_own
-from gpu_runner.kernels.norm_rope import rounded_scale
+from gpu_runner.kernels.attention_fused_parts import (
+    attend_tile,
+    both_weights,
+    load_keys,
+    load_values,
+    normed_and_rotated,
+    pages_of,
+    query_operand,
+)
+from gpu_runner.kernels.attention_parts import LOG2_E, merge_partials
 from gpu_runner.kernels.work_list import ITEM_WORDS, MAX_SPLITS, WorkList
 
 MAX_GROUP = 8
@@ -32,24 +40,28 @@ MIN_HEAD_DIM = 32
 """Two halves of the 16 dimensions that a tensor-core product sums over."""
 FEW_ROWS = 16
 """Up to here a multiprocessor has about one program."""
+MAX_ROWS = 32
+"""From more on, keys and values that stream through shared memory hide more of each other's ways than registers do:
+`attention_decode` behind a kernel that rotates is faster."""
 
 
 @dataclass(frozen=True, slots=True)
 class FusedTiling:
-    """warp_keys: of one warp's tile, a power of two and whole pages; a program's tile has `num_warps` times as many."""
+    """warp_keys: of one warp's tile, a power of two and whole pages; a program's tile has `num_warps` times as many.
+
+    A range's later tiles are loaded when their turn comes.
+    """
 
     warp_keys: int
     num_warps: int
 
 
 def fused_tiling(rows: int, head_bytes: int) -> FusedTiling:
-    """Few rows: the whole of a usual range at once. Many: small programs that hide each other's waits.
+    """Few rows: the whole of a usual range at once. More: smaller programs, of which two fit on a multiprocessor.
 
     head_bytes: of a key. A tile's keys and values are in registers.
     """
-    if rows <= FEW_ROWS:
-        return FusedTiling(32 if head_bytes <= 256 else 16, num_warps=8)
-    return FusedTiling(32 if head_bytes <= 256 else 16, num_warps=2)
+    return FusedTiling(warp_keys=32 if head_bytes <= 256 else 16, num_warps=8 if rows <= FEW_ROWS else 4)
 
 
 def fused_decode_attention(
@@ -134,115 +146,14 @@ def fused_decode_attention(
         MAX_SPLITS=MAX_SPLITS,
         PDL=bool(options),
         num_warps=tiling.num_warps,
-        num_stages=1,  # other programs hide a later tile's loads; its registers, not shared memory, hold it
+        num_stages=1,
         **options,
     )
 
 
 def can_fuse(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
-    """Whether `fused_decode_attention` takes such heads."""
+    """Whether `fused_decode_attention` takes such heads, however many rows there are."""
     return num_heads <= MAX_GROUP * num_kv_heads and head_dim >= MIN_HEAD_DIM
-
-
-@triton.jit
-def _pages(table, tile, seen_from, old_end, PAGE: tl.constexpr, WARPS: tl.constexpr, WARP_KEYS: tl.constexpr):
-    """[WARPS, WARP_KEYS / PAGE] pages of a tile."""
-    warp_start = tl.arange(0, WARPS) * WARP_KEYS
-    position = tile + warp_start[:, None] + tl.arange(0, WARP_KEYS // PAGE)[None, :] * PAGE
-    return tl.load(table + nearest_own(position, seen_from, old_end) // PAGE)
-
-
-@triton.jit
-def _keys(
-    start, tile, page, seen_from, old_end,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, WARP_KEYS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """A tile's keys, [8, warps, PAGE / 8, pages, chunks, CHUNK]. The compiler shares out axes by their order: lanes get
-    the last and first, warps the second, and the rest is in each thread's registers."""
-    warps: tl.constexpr = page.shape[0]
-    pages: tl.constexpr = page.shape[1]
-    lane_key = tl.arange(0, 8)[:, None, None] + (tl.arange(0, PAGE // 8) * 8)[None, None, :]
-    in_page = (lane_key + (tl.arange(0, warps) * WARP_KEYS)[None, :, None])[:, :, :, None]
-    position = tile + (tl.arange(0, pages) * PAGE)[None, None, None, :] + in_page
-    place = nearest_own(position, seen_from, old_end) & (PAGE - 1)
-    line = (page.to(tl.int64) * (KV_HEADS * PAGE * HEAD_DIM))[None, :, None, :] + place * HEAD_DIM
-    dim = (tl.arange(0, HEAD_DIM // CHUNK) * CHUNK)[:, None] + tl.arange(0, CHUNK)[None, :]
-    return tl.load(start + line[:, :, :, :, None, None] + dim[None, None, None, None, :, :])
-
-
-@triton.jit
-def _values(
-    start, tile, page, seen_from, old_end,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, WARP_KEYS: tl.constexpr, RUN: tl.constexpr,
-):  # fmt: skip
-    """A tile's values, [4, 8, warps, 2, PAGE / 8, pages, far, RUN]: pairs of keys for four lanes, runs of dimensions
-    for eight."""
-    warps: tl.constexpr = page.shape[0]
-    pages: tl.constexpr = page.shape[1]
-    pair = (tl.arange(0, 4) * 2)[:, None, None, None] + tl.arange(0, 2)[None, None, :, None]
-    in_page = pair + (tl.arange(0, PAGE // 8) * 8)[None, None, None, :]
-    in_page = (in_page + (tl.arange(0, warps) * WARP_KEYS)[None, :, None, None])[:, :, :, :, None]
-    position = tile + (tl.arange(0, pages) * PAGE)[None, None, None, None, :] + in_page
-    place = nearest_own(position, seen_from, old_end) & (PAGE - 1)
-    line = (page.to(tl.int64) * (KV_HEADS * PAGE * HEAD_DIM))[None, :, None, None, :] + place * HEAD_DIM
-    dim = (tl.arange(0, 8) * RUN)[:, None, None] + (tl.arange(0, HEAD_DIM // (8 * RUN)) * (8 * RUN))[None, :, None]
-    dim = (dim + tl.arange(0, RUN)[None, None, :])[None, :, None, None, None, None, :, :]
-    return tl.load(start + line[:, None, :, :, :, :, None, None] + dim)
-
-
-@triton.jit
-def _query_operand(query, CHUNK: tl.constexpr):
-    """[16, HEAD_DIM] of [8, HEAD_DIM]: twice, and with its dimensions in the order of keys' pairs in registers."""
-    width: tl.constexpr = query.shape[1]
-    query = tl.reshape(query, (8, width // CHUNK, 4, CHUNK // 8, 2))
-    query = tl.reshape(tl.permute(query, (0, 1, 3, 2, 4)), (8, width))
-    return tl.reshape(tl.broadcast_to(query[None, :, :], (2, 8, width)), (16, width))
-
-
-@triton.jit
-def _attend(query, key, value, tile, seen_from, old_end, scale_log2, largest, weight, total):
-    """The softmax of each warp, largest and weight [warps, 8, 1] and total [warps, 8, HEAD_DIM], with one more tile.
-
-    query: of `_query_operand`. key, value: as loaded. Dimensions of `total` are in the order (far, RUN, 8) of values.
-    """
-    warps: tl.constexpr = key.shape[1]
-    warp_keys: tl.constexpr = 8 * key.shape[2] * key.shape[3]
-    width: tl.constexpr = query.shape[1]
-    key = tl.reshape(key, (8, warps, key.shape[2], key.shape[3], key.shape[4], 4, key.shape[5] // 8, 2))
-    key = tl.reshape(tl.permute(key, (4, 6, 5, 7, 3, 2, 1, 0)), (width, warps * warp_keys))
-    score = tl.dot(query, key, input_precision="ieee")
-    score = tl.permute(tl.reshape(score, (2, 8, warp_keys // 8, warps, 8)), (3, 1, 2, 4, 0))
-    score, _ = tl.split(score)
-    position = tile + tl.arange(0, warps)[:, None, None] * warp_keys + tl.arange(0, warp_keys)[None, None, :]
-    seen = (position >= seen_from) & (position < old_end)
-    score = tl.where(seen, tl.reshape(score, (warps, 8, warp_keys)) * scale_log2, float("-inf"))
-    top = tl.maximum(largest, tl.max(score, axis=2, keep_dims=True))
-    share = tl.exp2(score - top)
-    shrink = tl.exp2(largest - top)
-    weight = weight * shrink + tl.sum(share, axis=2, keep_dims=True)
-
-    value = tl.reshape(tl.permute(value, (2, 5, 4, 0, 3, 6, 7, 1)), (warps, warp_keys, width))
-    share = tl.broadcast_to(share.to(value.dtype)[:, None, :, :], (warps, 2, 8, warp_keys))
-    total = total * shrink
-    both = tl.reshape(tl.permute(tl.join(total, tl.zeros_like(total)), (0, 3, 1, 2)), (warps, 16, width))
-    both = tl.dot(tl.reshape(share, (warps, 16, warp_keys)), value, both, input_precision="ieee")
-    total, _ = tl.split(tl.permute(tl.reshape(both, (warps, 2, 8, width)), (0, 2, 3, 1)))
-    return top, weight, total
-
-
-@triton.jit
-def _normed_and_rotated(
-    source, far_source, weight, far_weight, cos, sin, eps,
-    HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """Heads, [rows, HEAD_DIM], rounded where `qk_norm_rope_write` rounds. far: what each dimension is rotated with, of
-    the other half. sin: negative in the first half."""
-    near, far = source.to(tl.float32), far_source.to(tl.float32)
-    if HAS_NORM:
-        root = tl.rsqrt(tl.sum(near * near, axis=1, keep_dims=True) / HEAD_DIM + eps)
-        near = rounded_scale(near * root, weight, dtype)
-        far = rounded_scale(far * root, far_weight, dtype)
-    return (near * cos + far * sin).to(dtype)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_positions"])
@@ -310,13 +221,14 @@ def _fused_kernel(
         table = page_table + slot.to(tl.int64) * table_stride
         # The newest key is not in its page yet.
         old_end = tl.minimum(end, position)
+        stop = tl.where(seen_from < old_end, old_end, first)
 
         keys = kv + kv_head * (PAGE * HEAD_DIM)
         values = keys + value_offset
-        page = _pages(table, first, seen_from, old_end, PAGE, WARPS, WARP_KEYS)
-        key = _keys(keys, first, page, seen_from, old_end, KV_HEADS, HEAD_DIM, PAGE, WARP_KEYS, CHUNK)
-        value = _values(values, first, page, seen_from, old_end, KV_HEADS, HEAD_DIM, PAGE, WARP_KEYS, RUN)
-        page = _pages(table, first + BLOCK, seen_from, old_end, PAGE, WARPS, WARP_KEYS)
+        page = pages_of(table, first, seen_from, old_end, PAGE, WARPS, WARP_KEYS)
+        key = load_keys(keys, first, page, seen_from, old_end, KV_HEADS, HEAD_DIM, PAGE, WARP_KEYS, CHUNK)
+        value = load_values(values, first, page, seen_from, old_end, KV_HEADS, HEAD_DIM, PAGE, WARP_KEYS, RUN)
+        page = pages_of(table, first + BLOCK, seen_from, old_end, PAGE, WARPS, WARP_KEYS)
 
         in_group = tl.arange(0, 8) % GROUP_ROWS
         dim = tl.arange(0, HEAD_DIM)[None, :] + tl.zeros((8, 1), tl.int32)
@@ -346,9 +258,9 @@ def _fused_kernel(
         head += KV_HEADS * HEAD_DIM
         v = tl.load(head + dim)
         new_value = tl.load(head + merged_dim).to(tl.float32)
-        q = _normed_and_rotated(q, far_q, q_weight, far_q_weight, cos, sin, eps, HEAD_DIM, HAS_NORM, dtype)
-        k = _normed_and_rotated(k, far_k, k_weight, far_k_weight, cos, sin, eps, HEAD_DIM, HAS_NORM, dtype)
-        query = _query_operand(q, CHUNK)
+        q = normed_and_rotated(q, far_q, q_weight, far_q_weight, cos, sin, eps, HEAD_DIM, HAS_NORM, dtype)
+        k = normed_and_rotated(k, far_k, k_weight, far_k_weight, cos, sin, eps, HEAD_DIM, HAS_NORM, dtype)
+        query = query_operand(q, CHUNK)
         newest = float("-inf")
         if split == splits - 1:
             line = (cell // PAGE) * (KV_HEADS * PAGE * HEAD_DIM) + (cell % PAGE) * HEAD_DIM
@@ -361,24 +273,26 @@ def _fused_kernel(
         largest = tl.full((WARPS, 8, 1), -1.0e30, tl.float32)
         weight = tl.zeros((WARPS, 8, 1), tl.float32)
         total = tl.zeros((WARPS, 8, HEAD_DIM), tl.float32)
-        if first < old_end:
-            largest, weight, total = _attend(
+        if first < stop:
+            largest, weight, total = attend_tile(
                 query, key, value, first, seen_from, old_end, scale_log2, largest, weight, total
             )
-        for tile in range(first + BLOCK, old_end, BLOCK):
-            key = _keys(keys, tile, page, seen_from, old_end, KV_HEADS, HEAD_DIM, PAGE, WARP_KEYS, CHUNK)
-            value = _values(values, tile, page, seen_from, old_end, KV_HEADS, HEAD_DIM, PAGE, WARP_KEYS, RUN)
+        for tile in range(first + BLOCK, stop, BLOCK):
+            key = load_keys(keys, tile, page, seen_from, old_end, KV_HEADS, HEAD_DIM, PAGE, WARP_KEYS, CHUNK)
+            value = load_values(values, tile, page, seen_from, old_end, KV_HEADS, HEAD_DIM, PAGE, WARP_KEYS, RUN)
             # The next tile's, so that no load of keys waits for a load of pages.
-            page = _pages(table, tile + BLOCK, seen_from, old_end, PAGE, WARPS, WARP_KEYS)
-            largest, weight, total = _attend(
+            page = pages_of(table, tile + BLOCK, seen_from, old_end, PAGE, WARPS, WARP_KEYS)
+            largest, weight, total = attend_tile(
                 query, key, value, tile, seen_from, old_end, scale_log2, largest, weight, total
             )
 
         newest = tl.reshape(newest, (1, 8, 1))
-        top = tl.maximum(tl.max(largest, axis=0, keep_dims=True), newest)
-        shrink = tl.exp2(largest - top)
+        top, weight = tl.reduce((largest, weight), 0, both_weights, keep_dims=True)
+        old_top = top
+        top = tl.maximum(old_top, newest)
         new_share = tl.exp2(newest - top)
-        weight = tl.sum(weight * shrink, axis=0, keep_dims=True) + new_share
+        weight = weight * tl.exp2(old_top - top) + new_share
+        shrink = tl.exp2(largest - top)
         total = tl.reshape(total, (WARPS, COPIES, GROUP_ROWS, COPIES, PARTS, 8))
         own = copy[:, :, None, :, :] == tl.arange(0, COPIES)[None, None, :, None, None]
         total = tl.sum(tl.where(own, total, 0.0), axis=3)
@@ -405,7 +319,7 @@ def _fused_kernel(
                 tl.store(counter, 0)
                 merge_partials(
                     out, partial_out, partial_lse, row, first_partial, splits, kv_head,
-                    KV_HEADS, GROUP, HEAD_DIM, MAX_SPLITS,
+                    KV_HEADS, GROUP, HEAD_DIM, MAX_SPLITS, max(1, min(GROUP_ROWS, WARPS // 2)),
                 )  # fmt: skip
     elif (token < num_tokens) | (tl.program_id(0) == 0):  # noqa: SIM102 - one is known to the compiler
         # Without work a program may end before the kernel before does, but not all of them.

@@ -19,24 +19,28 @@ def nearest_own(position, seen_from, end):
 def merge_partials(
     out, partial_out, partial_lse, row, first_partial, splits, kv_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Weigh a row's partial results of one group. They are read around the first-level cache, which others' stores do
-    not reach."""
+    """Weigh a row's partial results of one group, AT_ONCE heads (a power of two) at a time. They are read around the
+    first-level cache, which others' stores do not reach."""
     lane = tl.arange(0, HEAD_DIM)
-    place = tl.arange(0, MAX_SPLITS)
-    listed = place < splits
+    place = tl.arange(0, MAX_SPLITS)[None, :]
     heads = KV_HEADS * GROUP
-    for member in tl.static_range(GROUP):
+    for first in tl.static_range(0, GROUP, AT_ONCE):
+        member = first + tl.arange(0, AT_ONCE)
         head = kv_head * GROUP + member
-        partial = (first_partial + place) * heads + head
-        lse = tl.load(partial_lse + partial, mask=listed, other=float("-inf"), cache_modifier=".cg")
-        share = tl.exp2(lse - tl.max(lse, axis=0))
+        partial = (first_partial + place) * heads + head[:, None]
+        # Heads behind the group's last are weighed like those of the next group, and not stored.
+        listed = (place < splits) & (head < heads)[:, None]
+        lse = tl.load(partial_lse + partial, mask=listed, other=-1.0e30, cache_modifier=".cg")
+        share = tl.where(listed, tl.exp2(lse - tl.max(lse, axis=1)[:, None]), 0.0)
         part = tl.load(
-            partial_out + partial[:, None] * HEAD_DIM + lane[None, :],
-            mask=listed[:, None], other=0.0, cache_modifier=".cg",
+            partial_out + partial[:, :, None] * HEAD_DIM + lane[None, None, :],
+            mask=listed[:, :, None], other=0.0, cache_modifier=".cg",
         )  # fmt: skip
-        merged = tl.sum(part * share[:, None], axis=0) / tl.sum(share, axis=0)
-        tl.store(out + (row * heads + head) * HEAD_DIM + lane, merged.to(out.dtype.element_ty))
+        merged = tl.sum(part * share[:, :, None], axis=1) / tl.maximum(tl.sum(share, axis=1), 1.0e-30)[:, None]
+        place_out = out + (row.to(tl.int64) * heads + head)[:, None] * HEAD_DIM + lane[None, :]
+        tl.store(place_out, merged.to(out.dtype.element_ty), mask=(member < GROUP)[:, None])
 
 
 @triton.jit

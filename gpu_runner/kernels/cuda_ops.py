@@ -16,7 +16,7 @@ from torch import Tensor
 from asyncengine.config import PAGE_SIZE
 from gpu_runner.kernels import linear, norm_rope
 from gpu_runner.kernels.attention_decode import decode_attention
-from gpu_runner.kernels.attention_fused import MAX_GROUP, fused_decode_attention
+from gpu_runner.kernels.attention_fused import MAX_ROWS, can_fuse, fused_decode_attention
 from gpu_runner.kernels.attention_prefill import prefill_attention
 from gpu_runner.kernels.linear_config import NUM_PROGRAMS, FmaConfig, LinearConfig, choose
 from gpu_runner.kernels.reference import rope_cos_sin
@@ -96,7 +96,7 @@ class CudaOps:
         work, counts, table = meta.work[window], meta.step.counts, meta.page_table
         rotation = self._rotations(inv_freq, table.shape[1] * PAGE_SIZE)
         _, _, num_kv_heads, _, head_dim = kv_layer.shape
-        if not meta.prefill and num_heads <= MAX_GROUP * num_kv_heads:
+        if not meta.prefill and tokens <= MAX_ROWS and can_fuse(num_heads, num_kv_heads, head_dim):
             out = qkv.new_empty(tokens, num_heads, head_dim)
             fused_decode_attention(
                 *(qkv, kv_layer, out, work),

@@ -162,17 +162,13 @@ def _launch(
     elif isinstance(config, DotConfig):
         _launch_dot(x, weight, bias, out, config, scratch, options)
     else:
-        tiles = triton.cdiv(n, config.rows) * triton.cdiv(len(x), config.tokens)
-        programs = min(config.programs or tiles, tiles)
-        linear_tile_kernel[(programs,)](
+        linear_tile_kernel[(triton.cdiv(n, config.rows) * triton.cdiv(len(x), config.tokens),)](
             TensorDescriptor.from_tensor(x, [config.tokens, config.block_k]),
             TensorDescriptor.from_tensor(weight, [config.rows // 2 if gate_up else config.rows, config.block_k]),
             *(bias, out, len(x)),
             TOKENS=config.tokens,
             STAGES=config.stages,
             GROUP=config.group,
-            PERSISTENT=programs < tiles,
-            SPECIALIZED=config.specialized,
             **options,
         )
 

@@ -9,6 +9,8 @@ NUM_PROGRAMS = 132
 """Programs that fill the device: an H200's SMs."""
 MIN_PREFETCH_K = 64
 """Weights of one request to L2."""
+TILE_K_MULTIPLE = 8
+"""The tensor memory accelerator takes rows of whole 16 bytes, of two-byte values."""
 MIN_PART_BLOCKS = 4
 """Blocks of K below which programs that share a tile would spend their time on meeting."""
 ANY: Final = 1 << 62
@@ -43,16 +45,14 @@ class DotConfig:
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """See `linear_tile`. For K a multiple of 8, which the tensor memory accelerator needs."""
+    """See `linear_tile`. For K a multiple of TILE_K_MULTIPLE."""
 
     tokens: int  # of a tile; a power of two from 16
     rows: int  # of W in a tile, gate and up rows counted each; a power of two from 32
     block_k: int
     stages: int  # of shared memory
     num_warps: int
-    group: int = 0  # tiles of tokens that are computed together, row tile after row tile; 0: all
-    programs: int = 0  # at most; 0: one for each tile
-    specialized: bool = False  # warps of their own ask for the blocks; with 4 num_warps
+    group: int  # tiles of tokens that are computed together, row tile after row tile
 
 
 LinearConfig = FmaConfig | DotConfig | TileConfig
@@ -61,11 +61,13 @@ _DEEP = DotConfig(rows=64, block_k=128, stages=6, num_warps=4, prefetch_k=512, w
 _PAIRED = replace(_DEEP, stages=4)  # two programs fit on an SM
 _NARROW = DotConfig(rows=32, block_k=128, stages=4, num_warps=4, prefetch_k=512)
 _WIDE = DotConfig(rows=128, block_k=64, stages=5, num_warps=8, prefetch_k=256, weight_first=True)
+_SHALLOW_TILE = TileConfig(tokens=128, rows=128, block_k=64, stages=3, num_warps=4, group=16)
+_TILE = TileConfig(tokens=128, rows=256, block_k=64, stages=4, num_warps=8, group=8)
 _SMALL = DotConfig(rows=16, block_k=64, stages=4, num_warps=2, split_k=2, prefetch_k=512)
 
-# From the output of `scripts/bench_kernels/linear.py` for Qwen3-0.6B and Llama-3.1-8B; K below 1024 is SmolLM2's. The
-# first row that holds the shape counts; None for cuBLAS. A row's block_k (of multiply-adds), split_k and prefetch_k are
-# the most that the layer may get.
+# From the output of `scripts/bench_kernels/linear.py` and `prefill_gate_up.py` for Qwen3-0.6B and Llama-3.1-8B; K below
+# 1024 is SmolLM2's. The first row that holds the shape counts; None for cuBLAS. A row's block_k (of multiply-adds),
+# split_k and prefetch_k are the most that the layer may get.
 CUTS: tuple[tuple[int, int, int, LinearConfig | None], ...] = (
     # Tokens, k and n at most.
     # One or two tokens: multiply-adds, whose first weights are asked for before the wait.
@@ -101,6 +103,13 @@ CUTS: tuple[tuple[int, int, int, LinearConfig | None], ...] = (
     # From 65 on the tokens themselves become traffic, and tiles are wide enough for its kernels.
     (128, 1024, 4096, None),
     (128, 1024, MIN_HEAD_ROWS - 1, replace(_PAIRED, tokens=128)),
+    (511, ANY, ANY, None),
+    # Gate and up rows together, whose product is large: its SiLU is worth more than what a tile loses to cuBLAS.
+    (ANY, 1024, 4096, None),
+    (ANY, 1024, MIN_HEAD_ROWS - 1, _SHALLOW_TILE),
+    (2047, ANY, ANY, None),
+    (ANY, ANY, 8192, None),
+    (ANY, ANY, MIN_HEAD_ROWS - 1, _TILE),
     (ANY, ANY, ANY, None),
 )
 
@@ -113,13 +122,15 @@ def choose(num_tokens: int, n: int, k: int) -> LinearConfig | None:
     cut = next(cut for tokens, max_k, max_n, cut in CUTS if num_tokens <= tokens and k <= max_k and n <= max_n)
     if isinstance(cut, FmaConfig):
         return replace(cut, block_k=min(cut.block_k, _power_of_two(k)))
-    return fitted(cut, n, k) if isinstance(cut, DotConfig) else cut
+    if isinstance(cut, TileConfig):
+        return None if k % TILE_K_MULTIPLE else cut
+    return cut and fitted(cut, n, k)
 
 
-def fitted(config: DotConfig, n: int, k: int, *, token_tiles: int = 1) -> DotConfig:
+def fitted(config: DotConfig, n: int, k: int) -> DotConfig:
     """The cut with K split into at most config.split_k parts: no more than make two programs for each SM, or than leave
     each part some blocks. No more is prefetched than a part has."""
-    tiles = token_tiles * -(-n // config.rows)
+    tiles = -(-n // config.rows)
     most = min(2 * NUM_PROGRAMS // tiles, k // (MIN_PART_BLOCKS * config.block_k))
     split_k = max(1, min(config.split_k, most))
     prefetch_k = min(config.prefetch_k, _power_of_two(-(-k // split_k)))

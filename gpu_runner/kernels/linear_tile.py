@@ -20,15 +20,13 @@ def linear_tile_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     GROUP: tl.constexpr,
-    PERSISTENT: tl.constexpr,  # programs are fewer than tiles
-    SPECIALIZED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GATE_UP: tl.constexpr,
     ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Programs take tiles in turn. Those at work at once are of GROUP tiles of tokens by a few tiles of rows, so that
-    L2 holds what they share; GROUP 0: of all tiles of tokens, so that each weight is read from memory once."""
+    """A program owns a tile. Neighbours are of GROUP tiles of tokens by a few tiles of rows, so that L2 holds what they
+    share."""
     COLUMNS: tl.constexpr = ROWS // 2 if GATE_UP else ROWS
     WIDTH: tl.constexpr = N // 2 if GATE_UP else N
     ROW_TILES: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
@@ -36,36 +34,35 @@ def linear_tile_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     token_tiles = tl.cdiv(num_tokens, TOKENS)
-    group = GROUP if GROUP > 0 else token_tiles
     if PDL:
         tl.extra.cuda.gdc_wait()
 
-    for tile in tl.range(tl.program_id(0), ROW_TILES * token_tiles, tl.num_programs(0), flatten=PERSISTENT):
-        first_of_group = tile // (group * ROW_TILES) * group
-        in_group = tl.minimum(group, token_tiles - first_of_group)
-        place = tile - first_of_group * ROW_TILES
-        token_start = (first_of_group + place % in_group) * TOKENS
-        column_start = place // in_group * COLUMNS
-        sums = tl.zeros((TOKENS, COLUMNS), dtype=tl.float32)
-        up_sums = sums
-        for k in tl.range(0, K, BLOCK_K, num_stages=STAGES, warp_specialize=SPECIALIZED):
-            values = x.load([token_start, k])
-            sums = tl.dot(values, weight.load([column_start, k]).T, sums, input_precision="ieee")
-            if GATE_UP:
-                up_rows = weight.load([WIDTH + column_start, k])
-                up_sums = tl.dot(values, up_rows.T, up_sums, input_precision="ieee")
-
-        token = token_start + tl.arange(0, TOKENS)
-        column = column_start + tl.arange(0, COLUMNS)
-        exists = (token < num_tokens)[:, None] & (column < WIDTH)[None, :]
-        places = out + token.to(tl.int64)[:, None] * WIDTH + column[None, :]
-        if HAS_BIAS:
-            sums += tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
-            if GATE_UP:
-                up_sums += tl.load(bias + WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+    tile = tl.program_id(0)
+    first_of_group = tile // (GROUP * ROW_TILES) * GROUP
+    in_group = tl.minimum(GROUP, token_tiles - first_of_group)
+    place = tile - first_of_group * ROW_TILES
+    token_start = (first_of_group + place % in_group) * TOKENS
+    column_start = place // in_group * COLUMNS
+    sums = tl.zeros((TOKENS, COLUMNS), dtype=tl.float32)
+    up_sums = sums
+    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        values = x.load([token_start, k])
+        sums = tl.dot(values, weight.load([column_start, k]).T, sums, input_precision="ieee")
         if GATE_UP:
-            gate = sums.to(dtype).to(tl.float32)
-            sums = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up_sums.to(dtype).to(tl.float32)
-        elif ADD:
-            sums = sums.to(dtype).to(tl.float32) + tl.load(places, mask=exists, other=0.0).to(tl.float32)
-        tl.store(places, sums.to(dtype), mask=exists)
+            up_rows = weight.load([WIDTH + column_start, k])
+            up_sums = tl.dot(values, up_rows.T, up_sums, input_precision="ieee")
+
+    token = token_start + tl.arange(0, TOKENS)
+    column = column_start + tl.arange(0, COLUMNS)
+    exists = (token < num_tokens)[:, None] & (column < WIDTH)[None, :]
+    places = out + token.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    if HAS_BIAS:
+        sums += tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+        if GATE_UP:
+            up_sums += tl.load(bias + WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+    if GATE_UP:
+        gate = sums.to(dtype).to(tl.float32)
+        sums = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up_sums.to(dtype).to(tl.float32)
+    elif ADD:
+        sums = sums.to(dtype).to(tl.float32) + tl.load(places, mask=exists, other=0.0).to(tl.float32)
+    tl.store(places, sums.to(dtype), mask=exists)

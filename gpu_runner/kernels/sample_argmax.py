@@ -1,7 +1,7 @@
 """Choosing tokens in one pass over the logits: greedy rows, and rows that no filter restricts.
 
-Each row's vocabulary is cut into parts, each a program's, so that one row already fills the GPU; a second kernel takes
-the best of the parts. Both are exact whatever the cut: the smallest id with the largest score.
+Each row's vocabulary is cut into parts, each a program's, so that one row already fills the GPU; the last of a row's
+programs takes the best of the parts. It is exact whatever the cut: the smallest id with the largest score.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import triton.language as tl
 from asyncengine.config import MAX_STOP_IDS
 from gpu_runner.kernels.sample_noise import (
     NO_TOKEN,
+    arrives_last,
     ban_stop_ids,
-    best_of_parts,
+    best_proposal,
     improve,
     noise_keys,
     noise_of_row,
@@ -23,8 +24,8 @@ from gpu_runner.kernels.sample_noise import (
 STOP_IDS = tl.constexpr(MAX_STOP_IDS)
 
 
-@triton.jit
-def best_of_part_kernel(
+@triton.jit(do_not_specialize=["parts"])  # one kernel serves all graphs
+def best_kernel(
     logits,
     counts,
     sample_row,
@@ -37,6 +38,8 @@ def best_of_part_kernel(
     stop_ids,
     part_score,
     part_token,
+    arrived,
+    out,
     row_stride,
     vocab,
     part_size,
@@ -47,13 +50,18 @@ def best_of_part_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (part, row). NOISE: scores are those of the row's temperature and seed, else the logits."""
+    """Program (part, row). NOISE: scores are those of the row's temperature and seed, else the logits.
+
+    A row without any finite logit, or beyond the step's samples, gets id 0.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     part = tl.program_id(0)
     row = tl.program_id(1)
     if row >= tl.load(counts + 3):
+        if part == 0:
+            tl.store(out + row, 0)
         return
     row_logits = logits + row.to(tl.int64) * row_stride
     first = part * part_size
@@ -86,16 +94,6 @@ def best_of_part_kernel(
         token = tl.min(tl.where(lane_score == score, lane_token, NO_TOKEN), axis=0)
     tl.store(part_score + row * parts + part, score)
     tl.store(part_token + row * parts + part, token)
-
-
-@triton.jit
-def best_of_row_kernel(counts, part_score, part_token, out, vocab, parts, PARTS: tl.constexpr, PDL: tl.constexpr):
-    """Program per row. A row without any finite logit, or beyond the step's samples, gets id 0."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0)
-    token = NO_TOKEN
-    if row < tl.load(counts + 3):
-        _, token = best_of_parts(part_score, part_token, row, parts, PARTS)
-    tl.store(out + row, tl.where(token < vocab, token, 0))
+    if arrives_last(arrived + row, parts):
+        token = best_proposal(part_score, part_token, row * parts, parts)
+        tl.store(out + row, tl.where(token < vocab, token, 0))

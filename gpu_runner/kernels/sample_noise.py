@@ -2,8 +2,8 @@
 
 The recipe is `reference_sampling`'s, step 6. Two logarithms for each id of a vocabulary would take longer than reading
 the logits, so they are left out where the id cannot beat the best score so far: noise = -log(e) for an e >= v, so an id
-with v > exp((logit - best score) / temperature) cannot. Of a program's tiles the n-th holds a new best with
-probability 1/n, so most of them skip the logarithms.
+with log(v) > (logit - best score) / temperature cannot, and a float's bits tell its logarithm well enough. Of a
+program's tiles the n-th holds a new best with probability 1/n, so most of them skip the logarithms.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ GOLDEN = tl.constexpr(reference_sampling.GOLDEN)
 NO_TOKEN = tl.constexpr(2**31 - 1)
 """The id of a best that there is not; larger than any, so that a smallest id is never this one."""
 _INFINITY = tl.constexpr(float("inf"))
+_LANES = tl.constexpr(256)
+_LOG_UNIT = tl.constexpr(2.0**23)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -84,12 +86,14 @@ def improve(logits, ids, score, token, heat, lag_scale, first_key, second_key):
 
     score, token: the best so far, -inf and NO_TOKEN if none. heat, lag_scale: as `noise_of_row` gives them.
     """
-    v = uniform(noise_bits(ids, first_key, second_key))
+    h = noise_bits(ids, first_key, second_key)
+    # Of 2**32 * v, the bits as a number are its logarithm to base 2, in units of 2**-23, from 0.09 below to none above.
+    log_v = (h.to(tl.float32) + 0.5).to(tl.int32, bitcast=True).to(tl.float32)
     # The margins are above what rounding does to the score and to this bound.
     bar = tl.maximum(score - tl.abs(score) * 1e-6, -FLOAT32_MAX)
-    can_win = v <= 1.001 * tl.exp2((logits - bar) * lag_scale)
+    can_win = log_v <= (logits - bar) * (lag_scale * _LOG_UNIT) + (127 + 32 + 0.002) * _LOG_UNIT
     if tl.max(can_win.to(tl.int32), axis=0) > 0:
-        scores = logits + heat * gumbel(v)
+        scores = logits + heat * gumbel(uniform(h))
         top = tl.max(scores, axis=0)
         top_id = tl.min(tl.where(scores == top, ids, NO_TOKEN), axis=0)
         better = top > score
@@ -99,13 +103,31 @@ def improve(logits, ids, score, token, heat, lag_scale, first_key, second_key):
 
 
 @triton.jit
-def best_of_parts(part_score, part_token, row, parts, PARTS: tl.constexpr):
-    """The best of what a row's programs found, the smallest id among equals."""
-    part = tl.arange(0, PARTS)
-    scores = tl.load(part_score + row * parts + part, mask=part < parts, other=-_INFINITY)
-    tokens = tl.load(part_token + row * parts + part, mask=part < parts, other=NO_TOKEN)
-    top = tl.max(scores, axis=0)
-    return top, tl.min(tl.where(scores == top, tokens, NO_TOKEN), axis=0)
+def arrives_last(arrived, parts):
+    """Whether the other `parts - 1` programs of the row have counted themselves, so that what they stored can be read,
+    past this multiprocessor's own cache (".cg"). The count is 0 again then."""
+    # All threads' stores happen before the count that tells others of them.
+    tl.debug_barrier()
+    last = tl.atomic_add(arrived, 1, sem="acq_rel") == parts - 1
+    if last:
+        tl.store(arrived, 0)
+    return last
+
+
+@triton.jit
+def best_proposal(part_score, part_token, first, parts):
+    """The best of what a row's programs found, the smallest id among equals; NO_TOKEN if none found any."""
+    score = tl.full([_LANES], -_INFINITY, tl.float32)
+    token = tl.full([_LANES], NO_TOKEN, tl.int32)
+    for start in range(0, parts, _LANES):
+        part = start + tl.arange(0, _LANES)
+        other_score = tl.load(part_score + first + part, mask=part < parts, other=-_INFINITY, cache_modifier=".cg")
+        other = tl.load(part_token + first + part, mask=part < parts, other=NO_TOKEN, cache_modifier=".cg")
+        better = (other_score > score) | ((other_score == score) & (other < token))
+        token = tl.where(better, other, token)
+        score = tl.where(better, other_score, score)
+    top = tl.max(score, axis=0)
+    return tl.min(tl.where(score == top, token, NO_TOKEN), axis=0)
 
 
 @triton.jit

@@ -32,8 +32,10 @@ from gpu_runner.kernels.work_list_kernel import build_kernel
 
 TARGET_PROGRAMS = 132 * 8
 """Programs (ranges x KV heads) that a decode step is cut into if it has fewer rows: about two rounds of an H200."""
-SPLIT_STEP = 256
-"""Tokens; ranges of keys are multiples of it. Merging shorter ones costs more than they save."""
+SPLIT_STEP = 512
+"""Tokens of a row that are not worth cutting: merging the results of shorter ranges costs more than they save."""
+SPLIT_ALIGN = 64
+"""A row's ranges are equally long, up to multiples of as many tokens."""
 MAX_SPLITS = 32
 """Ranges of one row, so that merging them is one tile."""
 PREFILL_TILE_ROWS = 128
@@ -160,6 +162,7 @@ def build_work_list(
         WINDOW=work.window or 0,
         TARGET=work.target_items,
         STEP=work.split_step,
+        ALIGN=min(work.split_step, SPLIT_ALIGN),
         MAX_SPLITS=MAX_SPLITS,
         TILE=work.tile_tokens,
         ITEM_WORDS=ITEM_WORDS,

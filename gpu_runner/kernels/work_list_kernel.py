@@ -21,6 +21,7 @@ def build_kernel(
     WINDOW: tl.constexpr,
     TARGET: tl.constexpr,
     STEP: tl.constexpr,
+    ALIGN: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     TILE: tl.constexpr,
     ITEM_WORDS: tl.constexpr,
@@ -36,7 +37,7 @@ def build_kernel(
     if tl.program_id(0) == 0:
         _list_decode(
             num_decode_rows, row_slot, row_start, items, lengths, kv_capacity,
-            WINDOW, TARGET, STEP, MAX_SPLITS, ITEM_WORDS, ROWS,
+            WINDOW, TARGET, STEP, ALIGN, MAX_SPLITS, ITEM_WORDS, ROWS,
         )  # fmt: skip
     else:
         num_rows = tl.load(counts + 1)
@@ -49,27 +50,27 @@ def build_kernel(
 
 
 @triton.jit
-def _visible(row, exists, row_start, kv_capacity, WINDOW: tl.constexpr, STEP: tl.constexpr):
-    """First key that a decode row sees, where its ranges begin (a multiple of STEP) and the key behind its last."""
+def _visible(row, exists, row_start, kv_capacity, WINDOW: tl.constexpr, ALIGN: tl.constexpr):
+    """First key that a decode row sees, where its ranges begin (a multiple of ALIGN) and the key behind its last."""
     end = tl.minimum(tl.load(row_start + row, mask=exists, other=0) + 1, kv_capacity)
     first = tl.zeros_like(end)
     if WINDOW > 0:
         first = tl.maximum(end - WINDOW, 0)
-    begin = first // STEP * STEP
+    begin = first // ALIGN * ALIGN
     return first, tl.where(exists, begin, 0), tl.where(exists, end, 0)
 
 
 @triton.jit
 def _list_decode(
     num_rows, row_slot, row_start, items, lengths, kv_capacity,
-    WINDOW: tl.constexpr, TARGET: tl.constexpr, STEP: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, TARGET: tl.constexpr, STEP: tl.constexpr, ALIGN: tl.constexpr, MAX_SPLITS: tl.constexpr,
     ITEM_WORDS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     place = tl.arange(0, ROWS)
     keys = 0
     longest = 0
     for block in range(0, num_rows, ROWS):
-        _, begin, end = _visible(block + place, block + place < num_rows, row_start, kv_capacity, WINDOW, STEP)
+        _, begin, end = _visible(block + place, block + place < num_rows, row_start, kv_capacity, WINDOW, ALIGN)
         keys += tl.sum(end - begin)
         longest = tl.maximum(longest, tl.max(end - begin))
     size = tl.maximum(tl.maximum(tl.cdiv(keys, TARGET), tl.cdiv(longest, MAX_SPLITS)), STEP)
@@ -81,10 +82,10 @@ def _list_decode(
         row = block + place
         exists = row < num_rows
         slot = tl.load(row_slot + row, mask=exists, other=0)
-        first, begin, end = _visible(row, exists, row_start, kv_capacity, WINDOW, STEP)
+        first, begin, end = _visible(row, exists, row_start, kv_capacity, WINDOW, ALIGN)
         # The same number of ranges, or fewer, of equal size.
         even = tl.maximum(tl.cdiv(end - begin, tl.maximum(tl.cdiv(end - begin, size), 1)), 1)
-        even = tl.cdiv(even, STEP) * STEP
+        even = tl.cdiv(even, ALIGN) * ALIGN
         splits = tl.cdiv(end - begin, even)
         partial = tl.where(splits > 1, splits, 0)
         item = num_items + tl.cumsum(splits) - splits

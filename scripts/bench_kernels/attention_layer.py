@@ -33,7 +33,7 @@ LAYERS = 28
 MOST_WEIGHT_BYTES = 4e9
 EPS = 1e-6
 BASE = 1e6
-GRID = ((1, 256), (8, 256), (64, 256), (256, 256), (512, 256), (1, 4096), (64, 1024))
+GRID = ((1, 256), (1, 400), (1, 700), (8, 400), (32, 300), (64, 256), (64, 400), (256, 256), (1, 4096), (64, 1024))
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Choice:
             return f"pair s{self.split_step}"
         tiling = self.tiling
         target = "" if self.target_programs == 132 * 8 else f" t{self.target_programs // 132}"
-        return f"{tiling.warp_tokens}x{tiling.num_warps} s{self.split_step}{target}"
+        return f"{tiling.warp_keys}x{tiling.num_warps} s{self.split_step}{target}"
 
 
 PAIR = Choice(None, split_step=64)
@@ -168,13 +168,11 @@ def compile_in_parallel(shape_name: str, count: int) -> None:
         child.wait()
 
 
-def choices_for(group: int) -> list[Choice]:
-    tilings = [(32, 8), (16, 8), (32, 4), (16, 4), (16, 2), (16, 1), (8, 4)] if group <= 2 else [
-        (16, 8), (8, 8), (16, 4), (8, 4), (16, 2), (8, 2), (16, 1)
-    ]  # fmt: skip
-    fused = [Choice(FusedTiling(*tiling)) for tiling in tilings]
-    fused += [replace(choice, split_step=128) for choice in (fused[0], fused[1], fused[4])]
-    return [PAIR, replace(PAIR, split_step=256), *fused, replace(fused[4], target_programs=132 * 16)]
+def choices() -> list[Choice]:
+    tilings = [(32, 8), (16, 8), (32, 4), (16, 4), (32, 2), (16, 2)]
+    steps = [Choice(FusedTiling(32, warps), split_step=512) for warps in (8, 4)]
+    steps += [replace(PAIR, split_step=512), Choice(FusedTiling(32, 8), split_step=1024)]
+    return [replace(PAIR, split_step=256), *(Choice(FusedTiling(*tiling)) for tiling in tilings), *steps]
 
 
 def errors(shape: Shape, hidden: int, choices: list[Choice], dtype: torch.dtype, device: str, case: Case) -> None:
@@ -185,7 +183,9 @@ def errors(shape: Shape, hidden: int, choices: list[Choice], dtype: torch.dtype,
 
 
 def table(shape: Shape, hidden: int, choices: list[Choice], cases: list[Case], dtype: torch.dtype, device: str) -> None:
-    print(f"\n{shape.name}: us that attention adds to a layer; keys of a warp x warps, ranges' step; floor of KV bytes")
+    print(
+        f"\n{shape.name}: us of attention in a layer; floor of KV bytes; keys of a warp x warps, stages, ranges' step"
+    )
     print(f"{'':>12} {'linears':>8} {'floor':>6} " + " ".join(f"{choice.label:>11}" for choice in choices))
     for case in cases:
         layers = Layers(shape, hidden, case, dtype=dtype, device=device, layers=LAYERS if ON_GPU else 1)
@@ -208,20 +208,18 @@ def main() -> None:
     device, dtype = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
     if options.smoke:
         shape = replace(SMOLLM, heads=3, kv_heads=1)
-        choices = [PAIR, Choice(FusedTiling(16, 2))]
-        errors(shape, 48, choices, dtype, device, Case("smoke", [40, 1, 300], []))
+        errors(shape, 48, [PAIR, Choice(FusedTiling(16, 2))], dtype, device, Case("smoke", [40, 1, 300], []))
         return
     shape, hidden = (QWEN, 1024) if options.shape == "qwen" else (LLAMA, 4096)
-    choices = choices_for(shape.heads // shape.kv_heads)
     ragged = Case("ragged", [1, 257, 3000, 17, 64, 65, 700], [])
     if options.compile is not None:
-        Layers(shape, 64, decode_case(1, 20), dtype=dtype, device=device, layers=1).error(choices[options.compile])
+        Layers(shape, 64, decode_case(1, 20), dtype=dtype, device=device, layers=1).error(choices()[options.compile])
         return
     start = time.monotonic()
-    compile_in_parallel(options.shape, len(choices))
+    compile_in_parallel(options.shape, len(choices()))
     print(f"compiled in {time.monotonic() - start:.1f} s")
-    errors(shape, 64, choices, dtype, device, ragged)
-    table(shape, hidden, choices, [decode_case(*size) for size in GRID], dtype, device)
+    errors(shape, 64, choices(), dtype, device, ragged)
+    table(shape, hidden, choices(), [decode_case(*size) for size in GRID], dtype, device)
     print(f"done in {time.monotonic() - start:.1f} s")
 
 

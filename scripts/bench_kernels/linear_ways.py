@@ -104,33 +104,21 @@ def _tile_ways(linear: Linear, tokens: int) -> Iterator[TileConfig]:
     ):
         tiles = -(-linear.n // rows) * -(-tokens // tile_tokens)
         if tile_tokens <= tokens and tiles > NUM_PROGRAMS // 2:
-            cut = TileConfig(tile_tokens, rows, 64, stages, num_warps)
-            yield cut
-            if tiles > 2 * NUM_PROGRAMS:
-                yield replace(cut, programs=NUM_PROGRAMS)
+            yield TileConfig(tile_tokens, rows, 64, stages, num_warps, group=16)
 
 
-def prefill_ways(*, specialized: bool) -> list[TileConfig]:
-    """Of a gate-up product of thousands of tokens. specialized: also with warps that only ask for blocks."""
-    large = TileConfig(128, 256, 64, 4, 8)
-    ways = [replace(large, group=group) for group in (0, 8, 16)]
-    ways += [
+def prefill_ways() -> list[TileConfig]:
+    """Of a gate-up product of thousands of tokens."""
+    large = TileConfig(128, 256, 64, 4, 8, group=8)
+    return [
+        large,
+        replace(large, group=16),
         replace(large, stages=3, group=16),
         replace(large, block_k=128, stages=2, group=16),
-        *(replace(large, group=group, programs=NUM_PROGRAMS) for group in (0, 8, 16)),
-        replace(large, stages=3, group=16, programs=NUM_PROGRAMS),
         TileConfig(256, 128, 64, 4, 8, group=8),
-        TileConfig(256, 128, 64, 4, 8, group=8, programs=NUM_PROGRAMS),
         TileConfig(128, 128, 64, 3, 8, group=16),
         TileConfig(128, 128, 64, 3, 4, group=16),
     ]
-    if specialized:
-        ways += [
-            TileConfig(128, 256, 64, 4, 4, group=16, specialized=True),
-            TileConfig(128, 256, 64, 3, 4, group=16, specialized=True),
-            TileConfig(128, 128, 64, 3, 4, group=16, specialized=True),
-        ]
-    return ways
 
 
 def compile_key(linear: Linear, tokens: int, way: LinearConfig) -> Any:
@@ -139,7 +127,7 @@ def compile_key(linear: Linear, tokens: int, way: LinearConfig) -> Any:
     if isinstance(way, FmaConfig):
         return op, linear.n, linear.k, way, tokens
     if isinstance(way, TileConfig):
-        return op, linear.n, linear.k, replace(way, programs=min(way.programs, 1))
+        return op, linear.n, linear.k, way
     return op, linear.n, linear.k, way, min(way.tokens, _padded(tokens)), tokens <= way.tokens
 
 
@@ -154,7 +142,6 @@ def short(way: Way) -> str:
     if isinstance(way, FmaConfig):
         return f"fma {name} d{way.depth} w{way.num_warps}"
     if isinstance(way, TileConfig):
-        special = " specialized" if way.specialized else ""
-        return f"tile t{way.tokens} {name} s{way.stages} w{way.num_warps} g{way.group} p{way.programs}{special}"
+        return f"tile t{way.tokens} {name} s{way.stages} w{way.num_warps} g{way.group}"
     first = " W" if way.weight_first else ""
     return f"dot t{way.tokens} {name} s{way.stages} w{way.num_warps} split{way.split_k} pf{way.prefetch_k}{first}"

@@ -2,7 +2,7 @@
 
 Each way is a graph of launches over weights of their own, without the norm in front. Prints us and the product's
 TFLOP/s, SiLU's time counted in, the fastest first; those and cuBLAS are timed twice. `--models 0.6b,8b`, `--tokens
-2048,4096`, `--specialized` to try warps that only ask for blocks, or `--smoke` without a GPU.
+2048,4096` or `--smoke` without a GPU.
 """
 
 from __future__ import annotations
@@ -96,14 +96,13 @@ def main() -> None:
     parser.add_argument("--models", default="smoke" if SMOKE else "0.6b,8b")
     parser.add_argument("--tokens", default="70" if SMOKE else "2048,4096")
     parser.add_argument("--workers", type=int, default=1 if SMOKE else 16, help="processes that compile")
-    parser.add_argument("--specialized", action="store_true", help="also with warps that only ask for blocks")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes under Triton's interpreter")
     parser.add_argument("--part", help="compile one part, for the parent process")
     arguments = parser.parse_args()
     began = time.perf_counter()
     torch.manual_seed(0)
     names = arguments.models.split(",")
-    ways = prefill_ways(specialized=arguments.specialized)[: 3 if SMOKE else None]
+    ways = prefill_ways()[: 3 if SMOKE else None]
     with torch.inference_mode():
         if arguments.part:
             part, parts = map(int, arguments.part.split("/"))

@@ -32,16 +32,17 @@ from torch import Tensor  # noqa: E402
 from asyncengine.config import MAX_TOP_LOGPROBS, PAGE_SIZE  # noqa: E402
 from gpu_runner.device.state import DeviceState  # noqa: E402
 from gpu_runner.kernels import reference_adjust, reference_sampling  # noqa: E402
+from gpu_runner.kernels.kernel_compiler import KernelCompiler  # noqa: E402
 from gpu_runner.kernels.reference_adjust import AdjustRows  # noqa: E402
 from gpu_runner.kernels.reference_sampling import SamplingRows  # noqa: E402
 from gpu_runner.kernels.result_layout import Results, result_words  # noqa: E402
-from gpu_runner.kernels.sample import FEW_ROWS_TILING, GREEDY_TILING, SAMPLE_TILING, Sampler, Tiling  # noqa: E402
+from gpu_runner.kernels.sample import PROGRAMS, Sampler, Tiling  # noqa: E402
 from gpu_runner.kernels.sample_full import FullSampling  # noqa: E402
 from gpu_runner.kernels.step_meta import new_step_meta  # noqa: E402
 
 DEVICE = torch.device("cpu" if SMOKE else "cuda")
 VOCAB = 1000 if SMOKE else 151936
-ROWS = (1, 3) if SMOKE else (1, 64, 512)
+ROWS = (1, 3) if SMOKE else (1, 8, 64, 256, 512)
 LAUNCHES = 2 if SMOKE else 16
 REPLAYS = 2 if SMOKE else 15
 FLOOR_BYTES_PER_US = 4.5e6
@@ -60,33 +61,52 @@ class Kind:
 
 
 GREEDY = Kind("greedy", None, {"temperature": 0.0})
-PLAIN = Kind("plain", False, {})
-TOP_K = Kind("top-k 50", True, {"top_k": 50})
+PLAIN = Kind("temperature", False, {})
 TOP_P = Kind("top-p 0.9", True, {"top_p": 0.9})
-ALL = Kind("k p min-p", True, {"top_k": 200, "top_p": 0.95, "min_p": 0.02, "temperature": 0.7})
 FLAT = Kind("flat p 0.95", True, {"top_p": 0.95}, flat=True)
+TOP_K = Kind("top-k 40", True, {"top_k": 40})
+ALL = Kind("k p min-p", True, {"top_k": 200, "top_p": 0.95, "min_p": 0.02, "temperature": 0.7})
 NONE = Kind("filtered, off", True, {})
-KINDS = (GREEDY, PLAIN, TOP_K, TOP_P, ALL, FLAT, NONE)
+KINDS = (GREEDY, PLAIN, TOP_P, FLAT, TOP_K, ALL)
+MORE_KINDS = (
+    NONE,
+    Kind("p 0.5", True, {"top_p": 0.5}),
+    Kind("flat p 0.5", True, {"top_p": 0.5}, flat=True),
+    Kind("flat p 0.1", True, {"top_p": 0.1}, flat=True),
+    Kind("flat top-k 40", True, {"top_k": 40}, flat=True),
+    Kind("flat k 2000", True, {"top_k": 2000}, flat=True),
+    Kind("min-p 0.05", True, {"min_p": 0.05}),
+)
+"""Timed at the most rows only: what is rare, or takes more rounds than most."""
 
 
 class Case:
     """One kind of sampling, at one number of rows, on two sets of logits."""
 
-    def __init__(self, kind: Kind, rows: int, dtype: torch.dtype, tiling: Tiling | None, *, pdl: bool = True) -> None:
+    def __init__(
+        self,
+        kind: Kind,
+        rows: int,
+        dtype: torch.dtype = torch.float32,
+        tiling: Tiling | None = None,
+        *,
+        pdl: bool = True,
+        device: torch.device = DEVICE,
+    ) -> None:
         self.kind, self.rows = kind, rows
         self.floor_us = rows * VOCAB * dtype.itemsize / FLOOR_BYTES_PER_US
-        self.logits = [logits_of(kind, rows).to(dtype) for _ in range(2)]
+        self.logits = [logits_of(kind, rows, device).to(dtype) for _ in range(2)]
         self.sampler = Sampler(
-            max_rows=rows, vocab=VOCAB, device=DEVICE, tiling=SMOKE_TILING if SMOKE else tiling, pdl=pdl
+            max_rows=rows, vocab=VOCAB, device=device, tiling=SMOKE_TILING if SMOKE else tiling, pdl=pdl
         )
-        self.out = torch.full((rows,), -7, dtype=torch.int32, device=DEVICE)
-        self.state = DeviceState(num_slots=rows, pages_per_seq=1, device=DEVICE)
+        self.out = torch.full((rows,), -7, dtype=torch.int32, device=device)
+        self.state = DeviceState(num_slots=rows, pages_per_seq=1, device=device)
         self.state.temperature.fill_(kind.parameters.get("temperature", 1.0))
         self.state.top_k.fill_(int(kind.parameters.get("top_k", 0)))
         self.state.top_p.fill_(kind.parameters.get("top_p", 1.0))
         self.state.min_p.fill_(kind.parameters.get("min_p", 0.0))
         self.state.seed.copy_(torch.arange(rows) * 977 - 5)
-        self.meta = new_step_meta(max_rows=rows, max_tokens=1, device=DEVICE)
+        self.meta = new_step_meta(max_rows=rows, max_tokens=1, device=device)
         self.meta.counts[3] = rows
         for tensor in (self.meta.sample_row, self.meta.row_slot, self.meta.row_start):
             tensor.copy_(torch.arange(rows))
@@ -122,11 +142,11 @@ class Case:
         return count
 
 
-def logits_of(kind: Kind, rows: int) -> Tensor:
-    logits = torch.randn(rows, VOCAB, device=DEVICE)
+def logits_of(kind: Kind, rows: int, device: torch.device) -> Tensor:
+    logits = torch.randn(rows, VOCAB, device=device)
     if not kind.flat:
         logits *= 2.5
-        logits[:, :: VOCAB // 20] += torch.rand(rows, len(range(0, VOCAB, VOCAB // 20)), device=DEVICE) * 15
+        logits[:, :: VOCAB // 20] += torch.rand(rows, len(range(0, VOCAB, VOCAB // 20)), device=device) * 15
     return logits
 
 
@@ -168,8 +188,6 @@ class FullKind:
 FULL_KINDS = (
     FullKind("+ nothing", False, 0, -1),
     FullKind("+ penalties", True, 0, -1),
-    FullKind("+ 300 biases", False, 300, -1),
-    FullKind("+ logprobs 0", False, 0, 0),
     FullKind("+ logprobs 5", False, 0, 5),
     FullKind("+ logprobs 20", False, 0, 20),
     FullKind("+ everything", True, 300, 20),
@@ -179,14 +197,14 @@ FULL_KINDS = (
 class FullCase(Case):
     """The full variant's own kernels."""
 
-    def __init__(self, kind: FullKind, rows: int) -> None:
-        super().__init__(Kind(kind.name, True, {}), rows, torch.float32, None)
+    def __init__(self, kind: FullKind, rows: int, *, device: torch.device = DEVICE) -> None:
+        super().__init__(Kind(kind.name, True, {}), rows, device=device)
         self.full_kind = kind
-        self.full = FullSampling(max_rows=rows, vocab=VOCAB, device=DEVICE)
+        self.full = FullSampling(max_rows=rows, vocab=VOCAB, device=device)
         pages = -(-HISTORY // PAGE_SIZE)
-        self.state = DeviceState(num_slots=rows, pages_per_seq=pages, device=DEVICE)
+        self.state = DeviceState(num_slots=rows, pages_per_seq=pages, device=device)
         self.state.page_table.copy_(1 + torch.randperm(rows * pages).view(rows, pages))
-        self.page_tokens = torch.randint(0, VOCAB, (1 + rows * pages, PAGE_SIZE), dtype=torch.int32, device=DEVICE)
+        self.page_tokens = torch.randint(0, VOCAB, (1 + rows * pages, PAGE_SIZE), dtype=torch.int32, device=device)
         self.state.prompt_len.fill_(HISTORY // 2)
         self.state.logprobs.fill_(kind.logprobs)
         self.state.repetition_penalty.fill_(1.2 if kind.penalties else 1.0)
@@ -196,8 +214,8 @@ class FullCase(Case):
         self.state.bias_ids.copy_(torch.arange(self.state.bias_ids.shape[1]) * 3)
         self.state.bias_values.fill_(0.01)
         self.meta.row_start.fill_(HISTORY - 1)
-        self.results = Results.of(torch.zeros(result_words(rows), dtype=torch.int32, device=DEVICE))
-        self.sampled = torch.arange(rows, dtype=torch.int32, device=DEVICE)
+        self.results = Results.of(torch.zeros(result_words(rows), dtype=torch.int32, device=device))
+        self.sampled = torch.arange(rows, dtype=torch.int32, device=device)
 
     def launch(self, index: int) -> None:
         logits = self.logits[index % 2]
@@ -236,7 +254,7 @@ class FullCase(Case):
         return int(wrong.sum())
 
 
-def report(case: Case, note: str) -> None:
+def report(case: Case, note: str = "") -> None:
     checked = 2 * case.rows
     wrong = case.wrong()
     took = median_us(case.launch)
@@ -260,39 +278,62 @@ def kernels_of(case: Case) -> None:
     print(f"{case.kind.name:<14}{case.rows:>5}  us: {times}", flush=True)
 
 
+TILINGS = (
+    (GREEDY, 1, Tiling(2048, 4, 1, PROGRAMS)),
+    (GREEDY, 1, Tiling(512, 2, 1, PROGRAMS)),
+    (GREEDY, 512, Tiling(4096, 8, 1, 2 * PROGRAMS)),
+    (GREEDY, 512, Tiling(2048, 8, 1, PROGRAMS)),
+    (GREEDY, 512, Tiling(2048, 8, 1, 2 * PROGRAMS)),
+    (GREEDY, 512, Tiling(2048, 8, 1, 4 * PROGRAMS)),
+    (GREEDY, 512, Tiling(2048, 8, 2, 4 * PROGRAMS)),
+    (GREEDY, 512, Tiling(2048, 4, 1, 4 * PROGRAMS)),
+    *((kind, 512, Tiling(1024, 4, 3, more * PROGRAMS)) for kind in (PLAIN, TOP_P, TOP_K) for more in (1, 4, 8)),
+    *((kind, 512, Tiling(1024, 4, 1, 2 * PROGRAMS)) for kind in (PLAIN, TOP_P)),
+    *((kind, 512, Tiling(2048, 8, 3, 2 * PROGRAMS)) for kind in (PLAIN, TOP_P)),
+    *((kind, 64, Tiling(1024, 4, 3, more * PROGRAMS)) for kind in (PLAIN, TOP_P) for more in (1, 4)),
+)
+"""Beside the tables'."""
+
+
+def compile_kernels() -> None:
+    """All that will be launched, many at a time; see `kernel_compiler`."""
+
+    def rehearse() -> None:
+        meta = torch.device("meta")
+        for rows in ROWS:
+            for kind in (GREEDY, PLAIN, TOP_P):
+                Case(kind, rows, device=meta).launch(0)
+            FullCase(FULL_KINDS[0], rows, device=meta).launch(0)
+        for kind, rows, tiling in TILINGS:
+            Case(kind, rows, tiling=tiling, device=meta).launch(0)
+
+    start = time.perf_counter()
+    with KernelCompiler(rehearse, threads=12) as compiler:
+        done = compiler.wait(lambda ready, total: None)
+    print(f"{done.kernels} kernels, {done.compiled} compiled, {time.perf_counter() - start:.1f} s", flush=True)
+
+
 def main() -> None:
     torch.manual_seed(0)
-    for rows in ROWS:
-        for kind in KINDS:
-            report(Case(kind, rows, torch.float32, None), "")
-    for rows in ROWS:
-        for full_kind in FULL_KINDS:
-            report(FullCase(full_kind, rows), f"history {HISTORY}")
+    if not SMOKE:
+        compile_kernels()
+    for kind in KINDS:
+        for rows in ROWS:
+            report(Case(kind, rows))
+    for full_kind in FULL_KINDS:
+        for rows in ROWS:
+            report(FullCase(full_kind, rows))
     many = ROWS[-1]
-    report(Case(PLAIN, 1, torch.float32, None, pdl=False), "no PDL")
-    for kind in (GREEDY, PLAIN, TOP_K):
-        report(Case(kind, many, torch.bfloat16, None), "bfloat16")
+    for kind in MORE_KINDS:
+        report(Case(kind, many))
     if SMOKE:
         return
-    for rows in ROWS:
+    for kind, rows in ((GREEDY, 1), (TOP_P, 1), (TOP_P, many), (FLAT, many), (TOP_K, 1), (TOP_K, many)):
+        kernels_of(Case(kind, rows))
+    for rows in (1, many):
         kernels_of(FullCase(FULL_KINDS[-1], rows))
-    for kind in (TOP_P, FLAT):
-        kernels_of(Case(kind, 1, torch.float32, None))
-        kernels_of(Case(kind, many, torch.float32, None))
-    candidates = (
-        (GREEDY, 1, Tiling(2048, 4, 1, FEW_ROWS_TILING.programs)),
-        (GREEDY, 1, Tiling(512, 2, 1, FEW_ROWS_TILING.programs)),
-        (GREEDY, many, Tiling(4096, 8, 2, GREEDY_TILING.programs)),
-        (GREEDY, many, Tiling(2048, 4, 3, GREEDY_TILING.programs)),
-        (PLAIN, many, Tiling(2048, 8, 3, SAMPLE_TILING.programs)),
-        (PLAIN, many, Tiling(1024, 4, 5, SAMPLE_TILING.programs)),
-        (PLAIN, many, Tiling(1024, 8, 4, SAMPLE_TILING.programs)),
-        (PLAIN, many, Tiling(1024, 4, 3, 2 * SAMPLE_TILING.programs)),
-        (TOP_P, many, Tiling(2048, 8, 3, SAMPLE_TILING.programs)),
-        (TOP_P, many, Tiling(1024, 4, 3, 2 * SAMPLE_TILING.programs)),
-    )
-    for kind, rows, tiling in candidates:
-        report(Case(kind, rows, torch.float32, tiling), str(tiling).removeprefix("Tiling"))
+    for kind, rows, tiling in TILINGS:
+        report(Case(kind, rows, tiling=tiling), str(tiling).removeprefix("Tiling"))
 
 
 if __name__ == "__main__":

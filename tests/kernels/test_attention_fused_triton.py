@@ -121,9 +121,9 @@ class Case:
         assert not bool(self.work.arrived.any())
 
 
-@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(2, 2, 64), (4, 2, 128), (9, 3, 64), (4, 1, 128), (16, 2, 64), (5, 1, 32)]
+    ("heads", "kv_heads", "head_dim", "normed"),
+    [(2, 2, 64, True), (4, 2, 128, False), (9, 3, 64, False), (4, 1, 128, True), (16, 2, 64, True), (5, 1, 32, True)],
 )
 def test_rows_at_page_and_tile_borders_equal_the_parts(heads: int, kv_heads: int, head_dim: int, normed: bool) -> None:
     Case(
@@ -131,8 +131,18 @@ def test_rows_at_page_and_tile_borders_equal_the_parts(heads: int, kv_heads: int
     ).check()  # fmt: skip
 
 
-@pytest.mark.parametrize("tiling", [FusedTiling(16, 1), FusedTiling(16, 4), FusedTiling(32, 8)])
-@pytest.mark.parametrize("lens", [[700], [1, 513, 64, 130, 641, 65]])
+MIXED = [1, 513, 64, 130, 641, 65]
+
+
+@pytest.mark.parametrize(
+    ("tiling", "lens"),
+    [
+        (FusedTiling(16, 1), [700]),
+        (FusedTiling(16, 2), MIXED),
+        (FusedTiling(32, 1), MIXED),
+        (FusedTiling(32, 8), MIXED),
+    ],
+)
 def test_rows_in_many_ranges_are_merged(tiling: FusedTiling, lens: list[int]) -> None:
     case = Case(lens, heads=6, kv_heads=2, head_dim=64, max_rows=6, target_programs=32)
     items = case.work.items[: int(case.work.lengths[0])]
@@ -180,10 +190,11 @@ def test_a_step_without_rows_writes_its_padding_only(padding: int) -> None:
     torch.testing.assert_close(case.step.kv_layer, before, rtol=0, atol=0, equal_nan=True)
 
 
-def test_larger_groups_than_registers_hold_are_refused() -> None:
-    case = Case([5], heads=8, kv_heads=1, head_dim=32, max_rows=1)
-    case.step = replace(case.step, q=torch.zeros(1, 9, 32, device=DEVICE))
-    with pytest.raises(ValueError, match="9 query heads share 1"):
+@pytest.mark.parametrize(("heads", "head_dim"), [(9, 32), (2, 16)])
+def test_heads_that_do_not_fit_a_tensor_core_product_are_refused(heads: int, head_dim: int) -> None:
+    case = Case([5], heads=8, kv_heads=1, head_dim=head_dim, max_rows=1)
+    case.step = replace(case.step, q=torch.zeros(1, heads, head_dim, device=DEVICE))
+    with pytest.raises(ValueError, match=f"{heads} query heads share 1 KV heads of {head_dim} dimensions"):
         case.run()
 
 

@@ -32,11 +32,11 @@ DOT_CONFIGS = [
     DotConfig(rows=32, block_k=16, stages=2, num_warps=4, split_k=3, prefetch_k=64),
     DotConfig(rows=64, block_k=64, stages=2, num_warps=4, split_k=2, weight_first=True, tokens=16),
 ]
-# A tile that holds all, tiles in groups, programs with several tiles.
+# A tile that holds all, groups that hold all tiles, several groups.
 TILE_CONFIGS = [
-    TileConfig(tokens=64, rows=128, block_k=128, stages=2, num_warps=4),
+    TileConfig(tokens=64, rows=128, block_k=128, stages=2, num_warps=4, group=1),
     TileConfig(tokens=16, rows=32, block_k=32, stages=3, num_warps=4, group=2),
-    TileConfig(tokens=32, rows=32, block_k=64, stages=2, num_warps=4, programs=2),
+    TileConfig(tokens=32, rows=32, block_k=64, stages=2, num_warps=4, group=8),
 ]
 FMA_CASES = [(FMA_CONFIGS[0], 1), (FMA_CONFIGS[1], 3), (FMA_CONFIGS[2], 2)]
 CASES: list[tuple[LinearConfig, int]] = [
@@ -203,7 +203,15 @@ def test_choice_is_a_configuration_the_kernels_can_run(shape: tuple[int, int]) -
             if config.split_k > 1:
                 assert config.split_k * tokens * shape[0] <= MAX_SPLIT_VALUES
                 assert -(-shape[0] // config.rows) * -(-tokens // config.tokens) <= MAX_SPLIT_TILES
-    assert choose(512, *shape) is None
+    assert choose(500, *shape) is None
+
+
+def test_gate_and_up_rows_of_many_tokens_are_tiles_where_their_memory_lies_even() -> None:
+    assert isinstance(choose(512, 6144, 1024), TileConfig)
+    assert isinstance(choose(2048, 28672, 4096), TileConfig)
+    assert choose(2048, 28672, 4100) is None
+    for shape in ((4096, 1024), (1024, 2048), (6144, 4096), (4096, 14336), (128256, 4096)):
+        assert choose(2048, *shape) is None
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 8])

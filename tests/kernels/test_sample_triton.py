@@ -251,6 +251,39 @@ def test_more_candidates_than_have_a_place_are_found_in_the_row(candidates: int)
     assert torch.equal(drawn(logits, step, filtered=True, candidates=candidates), expected)
 
 
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+@pytest.mark.parametrize("programs", [1, 60])
+def test_proposals_that_the_filters_reject_are_followed_by_others(rounds: int, programs: int) -> None:
+    kinds: list[Setting] = [
+        {"top_p": 0.001},
+        {"top_p": 0.1},
+        {"top_p": 0.5},
+        {"top_p": 0.3, "min_p": 0.5},
+        {"min_p": 0.9},
+        {"top_k": 800},
+        {"top_k": 800, "min_p": 0.7},
+        {"top_k": 1000, "top_p": 0.4},
+    ]
+    step = step_of(kinds)
+    logits = random_logits(len(kinds), 1500, seed=12, scale=0.5)
+    tiling = Tiling(block=256, num_warps=4, stages=1, programs=programs, rounds=rounds)
+    expected = reference_sampling.sample(logits, step.rows, filtered=True)
+    assert torch.equal(drawn(logits, step, filtered=True, tiling=tiling), expected)
+
+
+def test_calls_leave_nothing_behind_that_changes_the_next_ones() -> None:
+    settings: list[Setting] = [{"top_p": 0.2}, {"top_k": 900}, {"top_k": 20, "top_p": 0.8}, {}, {"min_p": 0.8}]
+    step = step_of(settings, padding=2)
+    sampler = Sampler(max_rows=7, vocab=VOCAB, device=DEVICE, tiling=SMALL)
+    for seed in range(4):
+        logits = random_logits(7, seed=seed, scale=0.4)
+        out = torch.full((7,), -7, dtype=torch.int32, device=DEVICE)
+        sampler.sample(logits.to(DEVICE), step.state, step.meta, out, filtered=seed != 2, bans_stop_ids=False)
+        expected = reference_sampling.sample(logits[:5], step.rows, filtered=seed != 2)
+        assert torch.equal(out[:5].cpu().to(torch.int64), expected)
+        assert out[5:].tolist() == [0, 0]
+
+
 def test_ids_that_tie_with_the_threshold_all_stay() -> None:
     count = 24
     logits = torch.tensor([1.0, 3.0, 2.0, 2.0, 0.0, 2.0]).expand(count, 6)
