@@ -30,7 +30,7 @@ from gpu_runner.kernels.result_layout import Results, result_words
 from gpu_runner.kernels.sample import Sampler
 from gpu_runner.kernels.sample_full import FullSampling
 from gpu_runner.kernels.step_meta import new_step_meta, step_meta
-from gpu_runner.kernels.work_list import allocate_work_list, build_work_list
+from gpu_runner.kernels.work_list import LONE_ROWS, LONE_SPLIT_STEP, allocate_work_list, build_work_list
 from gpu_runner.models.config import ModelConfig
 from gpu_runner.schedule.buckets import bucket_for, token_buckets
 
@@ -189,6 +189,7 @@ class GraphStep:
                 row_token=meta.row_token,
                 page_table=self._state.page_table,
                 prefill=prefill,
+                split_step=None if prefill or num_tokens > LONE_ROWS else LONE_SPLIT_STEP,
                 pdl=self._pdl,
             )
         layers = CudaMeta(step=meta, work=self._work, page_table=self._state.page_table, prefill=prefill)

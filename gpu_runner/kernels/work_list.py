@@ -34,6 +34,8 @@ TARGET_PROGRAMS = 132 * 8
 """Programs (ranges x KV heads) that a decode step is cut into if it has fewer rows: about two rounds of an H200."""
 SPLIT_STEP = 512
 """Tokens of a row that are not worth cutting: merging the results of shorter ranges costs more than they save."""
+LONE_SPLIT_STEP, LONE_ROWS = 256, 2
+"""Where as few rows as that leave the machine empty, shorter ranges pay."""
 SPLIT_ALIGN = 64
 """A row's ranges are equally long, up to multiples of as many tokens."""
 MAX_SPLITS = 32
@@ -136,6 +138,7 @@ def build_work_list(
     row_token: Tensor,
     page_table: Tensor,
     prefill: bool,
+    split_step: int | None = None,
     pdl: bool = True,
 ) -> None:
     """Fill `work` for a step. One launch of one or two programs, before the first layer.
@@ -144,10 +147,12 @@ def build_work_list(
     the first `counts[1]` are read; row_start: tokens in the KV cache before the step, row_token: index of the row's
     first token in the flat batch. page_table: [num_slots, pages_per_seq] int32, for its shape: a row that has ended may
     stand behind its last page, and sees what the pages hold. prefill: whether the step can have prefill rows.
+    split_step: None takes the list's own.
 
-    Fixed inside a graph: all addresses and shapes, `prefill`.
+    Fixed inside a graph: all addresses and shapes, `prefill`, `split_step`.
     """
     options: dict[str, Any] = {"launch_pdl": True} if pdl and counts.is_cuda else {}
+    step = split_step or work.split_step
     build_kernel[(2 if prefill else 1,)](
         counts,
         row_slot,
@@ -161,8 +166,8 @@ def build_work_list(
         page_table.shape[1] * PAGE_SIZE,
         WINDOW=work.window or 0,
         TARGET=work.target_items,
-        STEP=work.split_step,
-        ALIGN=min(work.split_step, SPLIT_ALIGN),
+        STEP=step,
+        ALIGN=min(step, SPLIT_ALIGN),
         MAX_SPLITS=MAX_SPLITS,
         TILE=work.tile_tokens,
         ITEM_WORDS=ITEM_WORDS,

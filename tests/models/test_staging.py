@@ -76,14 +76,15 @@ def test_values_of_another_type_are_converted(tmp_path: Path, stored: torch.dtyp
 def test_a_file_cut_short_after_its_header_was_read_is_an_error(tmp_path: Path) -> None:
     source = write(tmp_path / "weights", torch.zeros(100))
     os.truncate(source.path, 200)
-    with pytest.raises(StartupError, match="weights ends early"), Staging(CPU, chunk_bytes=CHUNK) as staging:
+    with Staging(CPU, chunk_bytes=CHUNK) as staging:
         staging.fill(torch.empty(100), source)
-        staging.finish(lambda count: None)
+        with pytest.raises(StartupError, match="weights ends early"):
+            staging.finish(lambda count: None)
 
 
 def test_a_file_that_is_gone_is_an_error(tmp_path: Path) -> None:
     gone = Extent(tmp_path / "gone", 0, 4, torch.float32)
-    with pytest.raises(StartupError, match="cannot read .*gone"), Staging(CPU) as staging:
+    with pytest.raises(StartupError, match=r"cannot read .*gone"), Staging(CPU) as staging:
         staging.fill(torch.empty(1), gone)
 
 
