@@ -130,7 +130,9 @@ class Worker:
         """Tell the API worker of all of `requests` that they are on their way."""
         num_tokens = np.array([len(request.ids) // 4 for request in requests], dtype=np.int32)
         rids = np.array([request.rid for request in requests], dtype=np.uint64)
-        self._engine(requests[0].rid).send(Encoded(self._index, rids.tobytes(), num_tokens.tobytes()))
+        self._engine(requests[0].rid).send(
+            Encoded(self._index, rids.tobytes(), num_tokens.tobytes(), time.monotonic_ns())
+        )
         self._counts["requests"] += len(requests)
         self._counts["prompt_tokens"] += int(num_tokens.sum())
 

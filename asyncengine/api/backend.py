@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
 from asyncengine.engine_info import EngineInfo, Health
+from asyncengine.metrics import Totals
 from asyncengine.sampling import SamplingParams
 from asyncengine.streams import ChatPrompt, Delta
 
@@ -31,6 +32,10 @@ class Backend(Protocol):
 
     @property
     def health(self) -> Health: ...
+
+    def gauges(self) -> dict[str, int]: ...
+
+    def totals(self) -> Totals: ...
 
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, namespace: str = ""

@@ -11,7 +11,9 @@ from aiohttp import web
 
 from asyncengine.api.backend import Backend, Prompt
 from asyncengine.api.errors import BodyTimeoutError, NotFoundError
+from asyncengine.api.exposition import CONTENT_TYPE
 from asyncengine.api.generation import Generation
+from asyncengine.api.metric_families import metrics_text
 from asyncengine.api.prompts import chat_prompt, completion_prompts
 from asyncengine.api.schema import GenerationRequest, Parsed, R, parse_chat, parse_completion
 from asyncengine.api.shapes import ChatShape, CompletionShape, Shape
@@ -38,6 +40,7 @@ class Routes:
         # a model's name may hold slashes, as a hub id does
         app.router.add_get("/v1/models/{model:.+}", self.model, name="model")
         app.router.add_get("/health", self.health, name="health")
+        app.router.add_get("/metrics", self.metrics, name="metrics")
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         parsed = parse_completion(await _json_body(request))
@@ -59,6 +62,13 @@ class Routes:
         if health.state == "ready":
             return _json({"status": "ok"})
         return _json({"status": health.state, "reason": health.detail}, status=503)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        backend = self._backend
+        text = metrics_text(
+            model=backend.info.model, health=backend.health, gauges=backend.gauges(), totals=backend.totals()
+        )
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def _generate(
         self, request: web.Request, parsed: Parsed[R], prompts: Sequence[Prompt], shape: type[Shape]

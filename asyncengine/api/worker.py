@@ -46,7 +46,7 @@ class ApiWorker(FrontEnd):
 
     def gauges(self) -> dict[str, int]:
         """gpu_runner's gauges, plus `open_streams` of this process."""
-        return self._gauges | {"open_streams": self._open_streams}
+        return self._gauges | {"open_streams": self._requests.count}
 
     async def begun(self) -> bool:
         """Wait for the engine to be ready; False when it has ended instead."""

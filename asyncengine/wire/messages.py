@@ -125,7 +125,11 @@ class DetokenizeOptions(Wire, frozen=True, tag=20):
 
 
 class Open(Wire, frozen=True, tag=21):
-    """A row's first appearance, in the same frame as its first token (or as its end, if it ends without one)."""
+    """A row's first appearance, in the same frame as its first token (or as its end, if it ends without one).
+
+    queued_ns, started_ns, first_token_ns: when gpu_runner took it in, first planned it and had its first token; by
+    CLOCK_MONOTONIC, 0 = not told.
+    """
 
     slot: int
     gen: int
@@ -133,6 +137,9 @@ class Open(Wire, frozen=True, tag=21):
     detok: bytes
     prompt_tokens: int
     cached_tokens: int
+    queued_ns: int = 0
+    started_ns: int = 0
+    first_token_ns: int = 0
 
 
 class StepFrame(Wire, frozen=True, tag=22):
@@ -180,6 +187,14 @@ class LogprobColumns(Wire, frozen=True, tag=33):
     token_ends: bytes
 
 
+class Openings(Wire, frozen=True, tag=35):
+    """Requests of a `Deltas` that appear for the first time. rows: int32 [O], their places in it. stamps: int64 [O, 3],
+    `queued_ns`, `started_ns` and `first_token_ns` of each one's `Open`."""
+
+    rows: bytes
+    stamps: bytes
+
+
 class Deltas(Wire, frozen=True, tag=30):
     """New text of K requests of one API worker. A request appears at most once; its deltas arrive in order.
 
@@ -203,14 +218,17 @@ class Deltas(Wire, frozen=True, tag=30):
     prompt_tokens: bytes
     cached_tokens: bytes
     logprobs: LogprobColumns | None = None
+    openings: Openings | None = None
 
 
 class Encoded(Wire, frozen=True, tag=31):
-    """A batch of prompts left tokenizer worker `index` for gpu_runner. rids: uint64 [K]; num_tokens: int32 [K]."""
+    """A batch of prompts left tokenizer worker `index` for gpu_runner. rids: uint64 [K]; num_tokens: int32 [K]. at_ns:
+    when, by CLOCK_MONOTONIC; 0 = not told."""
 
     index: int
     rids: bytes
     num_tokens: bytes
+    at_ns: int = 0
 
 
 class Failed(Wire, frozen=True, tag=32):

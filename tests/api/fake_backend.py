@@ -9,6 +9,7 @@ from contextlib import aclosing
 from asyncengine.engine_info import EngineInfo, Health
 from asyncengine.errors import EngineError, InvalidRequestError
 from asyncengine.logprobs import TokenLogprob, TopLogprob
+from asyncengine.metrics import COUNTERS, HISTOGRAMS, HistogramTotals, Totals
 from asyncengine.sampling import SamplingParams
 from asyncengine.streams import ChatPrompt, Delta
 
@@ -52,6 +53,15 @@ class FakeBackend:
         self.calls: list[tuple[str | Sequence[int] | ChatPrompt, SamplingParams]] = []
         self.completed = 0
         self.left_early = 0
+
+    def gauges(self) -> dict[str, int]:
+        return {"running": 2, "waiting": 3, "open_streams": self.open}
+
+    def totals(self) -> Totals:
+        histograms = {
+            name: HistogramTotals(bounds, (0,) * (len(bounds) + 1), 0.0) for name, bounds in HISTOGRAMS.items()
+        }
+        return Totals(dict.fromkeys(COUNTERS, 7), histograms)
 
     @property
     def open(self) -> int:

@@ -294,3 +294,33 @@ def test_auto_is_several_workers_on_a_gpu_machine_with_enough_cores(monkeypatch:
     assert api_workers("auto", EngineConfig(device="cuda")) == 4
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(7)})
     assert api_workers("auto", EngineConfig(device="cuda")) == 1
+
+
+async def test_every_worker_answers_with_the_metrics_of_all(short_path: Path) -> None:
+    with running(short_path, "serve", "--port", "0", "--api-workers", "2", step_ms=5) as command:
+        url, children = serve(command)
+        body = {"prompt": [40, 41], "max_tokens": 10, "ignore_eos": True}
+
+        async def scrape(session: aiohttp.ClientSession) -> dict[str, float]:
+            async with session.get(f"{url}/metrics") as response:
+                lines = [line.rpartition(" ") for line in (await response.text()).splitlines() if line[0] != "#"]
+            return {
+                name.partition("{")[0]: float(value) for name, _, value in lines if 'finished_reason="st' not in name
+            }
+
+        async with all_connections() as session:
+            for response in await open_in_every_worker(session, url, workers_of(children)):
+                response.close()
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
+            for _ in range(20):
+                async with session.post(f"{url}/v1/completions", json=body) as response:
+                    assert response.status == 200
+            async with asyncio.timeout(20):
+                while (await scrape(session))["vllm:num_requests_running"]:
+                    await asyncio.sleep(0.01)
+            pages = [await scrape(session) for _ in range(20)]
+        name = "vllm:time_per_output_token_seconds_count"
+        assert pages[0][name] >= 9 * 20 - 20
+        assert all(page == pages[0] for page in pages)
+        command.process.terminate()
+        assert command.finish()[0] == 0
