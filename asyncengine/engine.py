@@ -86,7 +86,7 @@ class AsyncEngine(FrontEnd):
             self._open(self._supervisor.pipes, self._supervisor.run_dir)
             await self._supervisor.launch(model)
             info = self._supervisor.engine_info(model)
-            self._serve(self._supervisor.pipes, info, tokenizer_workers=self._config.tokenizer_workers)
+            self._serve(info, tokenizer_workers=self._config.tokenizer_workers)
         except BaseException:
             await self.close()
             raise

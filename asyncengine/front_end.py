@@ -12,22 +12,36 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from functools import partial
-from itertools import repeat
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from asyncengine.config import API_WORKER_SHIFT
+from asyncengine.delta_feed import DeltaFeed
 from asyncengine.engine_info import EngineInfo, HealthState
 from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError, StartupError
-from asyncengine.logprobs import TokenLogprob, unpack
 from asyncengine.metrics import RequestMetrics, Totals, read_totals
 from asyncengine.open_requests import OpenRequest, OpenRequests, TokenizerLink
-from asyncengine.prompt_messages import prompt_message
+from asyncengine.prompt_messages import TokenizedPrompt, pack_ids, prompt_message, question_message
+from asyncengine.questions import Questions
 from asyncengine.sampling import SamplingParams
-from asyncengine.streams import FINISH_REASONS, ChatPrompt, Delta, RequestStream
+from asyncengine.streams import ChatPrompt, Delta, RequestStream
 from asyncengine.wire.accounting import RingWriter, TurnRecord
-from asyncengine.wire.messages import Abort, Deltas, Encoded, Failed, Finish, Openings, ToEngine
+from asyncengine.wire.messages import (
+    Abort,
+    Cancel,
+    Cancelled,
+    Deltas,
+    Detokenize,
+    Detokenized,
+    Encoded,
+    Failed,
+    ToEngine,
+    TokenizeChat,
+    Tokenized,
+    TokenizeText,
+)
 from asyncengine.wire.pipes import Pipes, Receiver, Sender
 
 logger = logging.getLogger(__name__)
@@ -38,6 +52,8 @@ UNREAD_MESSAGES = 2
 """A sender's messages that may wait here unread. A detokenizer that finds no room merges what follows, so that a
 process that is behind gets fewer and longer deltas instead of late ones."""
 RETRY_SECONDS = 0.01
+CANCEL_SECONDS = 2.0
+"""How long another API process may take to say whether it has a request."""
 
 
 class FrontEnd:
@@ -49,11 +65,15 @@ class FrontEnd:
 
     info: EngineInfo
     """Known once the engine is ready."""
+    _pipes: Pipes
     _metrics: RequestMetrics
-    """There while `_run_dir` is."""
+    _feed: DeltaFeed
+    """These are there once opened."""
 
-    def __init__(self, *, worker: int) -> None:
+    def __init__(self, *, worker: int, workers: int = 1) -> None:
+        """workers: how many there are."""
         self._worker = worker
+        self._workers = workers
         self._state: HealthState = "starting"
         self._detail = "the engine is starting"
         self._receiver: Receiver | None = None
@@ -63,7 +83,8 @@ class FrontEnd:
         self._control: Sender | None = None
         self._tokenizers: list[TokenizerLink] = []
         self._requests = OpenRequests()
-        self._heard: dict[RequestStream, None] = {}  # those to notify of what has been read
+        self._questions = Questions()
+        self._workers_senders: dict[int, Sender] = {}
         self._retry: asyncio.TimerHandle | None = None
         self._next_rid = worker << API_WORKER_SHIFT
 
@@ -108,6 +129,35 @@ class FrontEnd:
         request.stream.forget = partial(self._forget, request)
         return request.stream
 
+    async def cancel(self, request_id: str) -> bool:
+        """End all requests of this name, whichever API process has them: their choices that still run end with the
+        finish reason "abort". False when there is none. Raises `EngineError`."""
+        if self._state != "ready":
+            raise EngineDeadError(self._detail)
+        if self._cancel_here(request_id):
+            return True
+        others = [worker for worker in range(self._workers) if worker != self._worker]
+        return any(await asyncio.gather(*(self._cancel_in(worker, request_id) for worker in others)))
+
+    async def tokenize(
+        self, prompt: str | ChatPrompt, *, add_special_tokens: bool = True, texts: bool = False
+    ) -> TokenizedPrompt:
+        """The tokens that `prompt` would be run as. add_special_tokens: those that the tokenizer puts round a text;
+        conversations have their template's. texts: each token's own text too. Raises `EngineError`."""
+        message, size = question_message(
+            self._mint(1), prompt, add_special_tokens=add_special_tokens, texts=texts, info=self.info
+        )
+        answer: Tokenized = await self._ask_tokenizer(message, size)
+        return TokenizedPrompt(memoryview(answer.ids).cast("i").tolist(), list(answer.texts) if texts else None)
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens included. Raises `EngineError`."""
+        if not ids:
+            return ""
+        packed = pack_ids(ids, self.info.vocab_size, name="tokens")
+        answer: Detokenized = await self._ask_tokenizer(Detokenize(self._mint(1), packed), len(packed))
+        return answer.text
+
     def totals(self) -> Totals:
         """What all requests of the engine amounted to since its start, those of other API processes included."""
         if self._run_dir is None:
@@ -118,19 +168,21 @@ class FrontEnd:
         """Bind the worker's pipe and read it from now on. Raises `StartupError`."""
         try:
             self._metrics = RequestMetrics(run_dir, self._worker)
+            self._feed = DeltaFeed(self._requests, self._metrics)
             self._ring = RingWriter(run_dir, "engine", self._worker, TurnRecord)
         except OSError as error:
             raise StartupError(f"cannot get memory for the engine's accounts: {error}") from error
         self._run_dir = run_dir
+        self._pipes = pipes
         self._receiver = pipes.receiver(f"engine.{self._worker}", ToEngine, high_water_mark=UNREAD_MESSAGES)
         self._fd = self._receiver.fd
         asyncio.get_running_loop().add_reader(self._fd, self._read)
 
-    def _serve(self, pipes: Pipes, info: EngineInfo, *, tokenizer_workers: int) -> None:
+    def _serve(self, info: EngineInfo, *, tokenizer_workers: int) -> None:
         """Take requests from now on."""
         self.info = info
-        self._control = pipes.sender("runner.control")
-        self._tokenizers = [TokenizerLink(pipes.sender(f"tokenizer.{i}")) for i in range(tokenizer_workers)]
+        self._control = self._pipes.sender("runner.control")
+        self._tokenizers = [TokenizerLink(self._pipes.sender(f"tokenizer.{i}")) for i in range(tokenizer_workers)]
         self._state, self._detail = "ready", ""
 
     def _shut(self, detail: str) -> None:
@@ -156,12 +208,9 @@ class FrontEnd:
             raise EngineDeadError(self._detail)
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=secrets.randbits(63))
-        rid = self._next_rid
+        rid = self._mint(params.n)
         message, size = prompt_message(rid, prompt, params, namespace, info=self.info)
-        tokenizer = min(self._tokenizers, key=lambda worker: worker.unacked_bytes)
-        if not tokenizer.sender.try_send(message):
-            raise OverloadedError("the engine has no room for another prompt now", code="overloaded")
-        self._next_rid += params.n
+        tokenizer = self._send_to_tokenizer(message)
         stream = RequestStream(rid, n=params.n, stop=params.stop, stop_token_ids=params.stop_token_ids)
         stream.arrived = arrived
         self._metrics.submitted(params.n)
@@ -171,19 +220,11 @@ class FrontEnd:
 
     def _forget(self, request: OpenRequest) -> None:
         """Drop a request whose caller has left, and abort what still runs of it."""
-        stream = request.stream
         request.acknowledge()
         self._requests.remove(request)
         if self._state != "ready" or self._control is None:
             return
-        for index in stream.unfinished:
-            if not request.refused:
-                self._count_end(stream, index, "abort", at_ns=time.monotonic_ns())
-            abort = Abort(stream.rid + index)
-            self._control.send(abort)
-            request.tokenizer.sender.send(abort)
-        if self._retry is None:
-            self._flush()
+        self._abort(request, request.stream.unfinished)
 
     def _read(self) -> None:
         """Take in what has arrived on the engine's pipe; the descriptor is edge-triggered, so leave nothing unseen."""
@@ -199,7 +240,7 @@ class FrontEnd:
                 logger.exception("dropped a frame whose columns contradict each other")
         middle = time.monotonic_ns()
         # after all frames that had arrived: a stream that is behind gets one longer delta
-        heard, self._heard = self._heard, {}
+        heard, self._feed.heard = self._feed.heard, {}
         for stream in heard:
             stream.notify()
         if messages:  # recorded behind the tasks that were woken
@@ -214,101 +255,102 @@ class FrontEnd:
     def _handle(self, message: ToEngine) -> None:
         match message:
             case Deltas():
-                self._feed(message)
+                self._feed.deltas(message)
             case Encoded():
-                for rid in memoryview(message.rids).cast("Q"):
-                    if request := self._requests.get(rid):
-                        request.acknowledge()
-                        self._encoded(request.stream, message.at_ns)
+                self._feed.encoded(message)
             case Failed():
                 self._refuse(message)
-
-    def _feed(self, deltas: Deltas) -> None:
-        """The one loop over requests: hand each its part of a frame."""
-        now = time.monotonic_ns()
-        if deltas.openings is not None:
-            self._open_choices(deltas, deltas.openings)
-        news: list[int] = []  # when each had news before
-        text, ids = memoryview(deltas.text), memoryview(deltas.ids)
-        text_start = ids_start = 0
-        logprobs: Iterable[Sequence[TokenLogprob]]
-        logprobs = repeat((), len(deltas.rids) // 8) if deltas.logprobs is None else unpack(deltas.logprobs)
-        for rid, text_end, ids_end, finish, stop_reason, prompt_tokens, cached_tokens, entries in zip(
-            memoryview(deltas.rids).cast("Q"),
-            memoryview(deltas.text_ends).cast("i"),
-            memoryview(deltas.ids_ends).cast("i"),
-            deltas.finish,
-            memoryview(deltas.stop_reason).cast("i"),
-            memoryview(deltas.prompt_tokens).cast("i"),
-            memoryview(deltas.cached_tokens).cast("i"),
-            logprobs,
-            strict=True,
-        ):
-            request = self._requests.get(rid)
-            if request is not None:
-                stream = request.stream
-                self._heard[stream] = None
-                before = stream.feed(
-                    rid - stream.rid,
-                    text[text_start:text_end],
-                    ids[4 * ids_start : 4 * ids_end],
-                    finish=finish,
-                    stop_reason=stop_reason,
-                    prompt_tokens=prompt_tokens,
-                    cached_tokens=cached_tokens,
-                    logprobs=entries,
-                    now=now,
-                )
-                if before is not None:
-                    news.append(before)
-                    if finish or not before:
-                        self._count_ends(stream, rid - stream.rid, bool(before), finish, now)
-            text_start, ids_start = text_end, ids_end
-        self._metrics.frame(now, news, tokens=len(deltas.ids) // 4)
-
-    def _open_choices(self, deltas: Deltas, openings: Openings) -> None:
-        rids = memoryview(deltas.rids).cast("Q")
-        stamps = memoryview(openings.stamps).cast("q")
-        for place, row in enumerate(memoryview(openings.rows).cast("i")):
-            if request := self._requests.get(rids[row]):
-                request.stream.open(rids[row] - request.stream.rid, *stamps[3 * place : 3 * place + 3])
-
-    def _encoded(self, stream: RequestStream, at_ns: int) -> None:
-        stream.encoded = at_ns
-        if at_ns:
-            self._metrics.encoded((at_ns - stream.arrived) / 1e9)
-
-    def _count_ends(self, stream: RequestStream, index: int, begun_before: bool, finish: int, now: int) -> None:
-        """Count the first and the last news of a choice."""
-        if not begun_before and stream.num_tokens(index):
-            self._metrics.begun(stream.timeline(index), prompt_tokens=stream.prompt_tokens(index))
-        if finish:
-            self._count_end(stream, index, FINISH_REASONS.get(Finish(finish), "error"), at_ns=now)
-
-    def _count_end(self, stream: RequestStream, index: int, reason: str, *, at_ns: int) -> None:
-        timeline = msgspec.structs.replace(stream.timeline(index), finished=at_ns)
-        self._metrics.ended(reason, timeline, tokens=stream.num_tokens(index))
+            case Tokenized() | Detokenized():
+                self._questions.answer(message.rid, message)
+            case Cancel():
+                answer = Cancelled(message.call, bool(self._cancel_here(message.request_id)))
+                self._worker_sender(message.worker).send(answer)
+            case Cancelled():
+                self._questions.answer(message.call, message.found)
 
     def _refuse(self, failed: Failed) -> None:
+        kind = InvalidRequestError if failed.status == 400 else OverloadedError if failed.status == 503 else EngineError
+        error = kind(failed.message, code=failed.code or None, param=failed.param)
         request = self._requests.get(failed.rid)
         if request is None:
+            self._questions.fail(failed.rid, error)
             return
         request.acknowledge()
         request.refused = True
-        kind = InvalidRequestError if failed.status == 400 else OverloadedError if failed.status == 503 else EngineError
-        error = kind(failed.message, code=failed.code or None, param=failed.param)
         request.stream.fail(error, gone=failed.rid - request.stream.rid)
+
+    async def _ask_tokenizer(self, message: TokenizeText | TokenizeChat | Detokenize, size: int) -> Any:
+        """The answer of the worker that has least to do; `size` in bytes. Raises `EngineError`."""
+        if self._state != "ready":
+            raise EngineDeadError(self._detail)
+        tokenizer = self._send_to_tokenizer(message)
+        tokenizer.unacked_bytes += size
+        try:
+            return await self._questions.answer_to(message.rid)
+        finally:
+            tokenizer.unacked_bytes -= size
+
+    def _send_to_tokenizer(self, message: msgspec.Struct) -> TokenizerLink:
+        tokenizer = min(self._tokenizers, key=lambda worker: worker.unacked_bytes)
+        if not tokenizer.sender.try_send(message):
+            raise OverloadedError("the engine has no room for another prompt now", code="overloaded")
+        return tokenizer
+
+    async def _cancel_in(self, worker: int, request_id: str) -> bool:
+        """Have another API worker cancel `request_id`; False when it has no such request."""
+        call = self._mint(1)
+        self._worker_sender(worker).send(Cancel(call, self._worker, request_id))
+        try:
+            async with asyncio.timeout(CANCEL_SECONDS):
+                return bool(await self._questions.answer_to(call))
+        except TimeoutError:
+            raise EngineError(f"API worker {worker} does not answer", code="cancel_timeout") from None
+
+    def _cancel_here(self, request_id: str) -> int:
+        """Cancel what runs under this name in this process; returns how many choices that ended."""
+        count = 0
+        for request in self._requests.named(request_id):
+            cancelled = request.stream.cancel(time.monotonic_ns())
+            self._abort(request, cancelled)
+            count += len(cancelled)
+        return count
+
+    def _abort(self, request: OpenRequest, choices: Iterable[int]) -> None:
+        """Have `choices` of a request end wherever they are."""
+        assert self._control is not None
+        for index in choices:
+            if not request.refused:
+                self._feed.count_end(request.stream, index, "abort", at_ns=time.monotonic_ns())
+            abort = Abort(request.stream.rid + index)
+            self._control.send(abort)
+            request.tokenizer.sender.send(abort)
+        if self._retry is None:
+            self._flush()
+
+    def _worker_sender(self, worker: int) -> Sender:
+        if worker not in self._workers_senders:
+            self._workers_senders[worker] = self._pipes.sender(f"engine.{worker}")
+        return self._workers_senders[worker]
+
+    def _mint(self, count: int) -> int:
+        """The first of `count` rids that nobody has had."""
+        rid = self._next_rid
+        self._next_rid += count
+        return rid
 
     def _flush(self) -> None:
         """Push on aborts that found a pipe full, now and until none is left."""
         self._retry = None
         if self._state != "ready" or self._control is None:
             return
-        flushed = [sender.flush() for sender in (self._control, *(worker.sender for worker in self._tokenizers))]
+        tokenizers = (worker.sender for worker in self._tokenizers)
+        flushed = [sender.flush() for sender in (self._control, *tokenizers, *self._workers_senders.values())]
         if not all(flushed):
             self._retry = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._flush)
 
     def _end_streams(self, state: HealthState, detail: str) -> None:
         self._state, self._detail = state, detail
+        error = EngineDeadError(detail, code="engine_dead")
         for request in self._requests:
-            request.stream.fail(EngineDeadError(detail, code="engine_dead"))
+            request.stream.fail(error)
+        self._questions.fail_all(error)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from asyncengine.errors import EngineError
+from asyncengine.errors import EngineDeadError, EngineError
 from asyncengine.logprobs import TokenLogprob
 from asyncengine.timeline import Timeline
 from asyncengine.wire.messages import Finish
@@ -31,7 +31,8 @@ class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """News of one choice of a request. `text` and `token_ids` hold only what is new; the counts are totals.
 
-    finish_reason: None while the choice runs, then exactly once "stop", "length" or "abort".
+    finish_reason: None while the choice runs, then exactly once "stop", "length" or, when the request was cancelled,
+    "abort".
     stop_reason: the stop token id or stop string that ended it, None for any other end.
     logprobs: when asked, of the choice's tokens in order, each with the delta that shows its first character. All
     deltas together have one for every token but those whose text is not shown because the choice ended: the
@@ -181,6 +182,10 @@ class RequestStream:
             message = f"the model produced token id {stop_reason}, which is outside its tokenizer's vocabulary"
             self.fail(EngineError(message, code="invalid_output_token"), gone=index)
             return before
+        if finish == Finish.ABORT:  # of an abort that came from here, nothing more would be heard
+            error = EngineDeadError("the engine stopped before the answer was complete", code="aborted")
+            self.fail(error, gone=index)
+            return before
         choice.text += text
         choice.ids += ids
         choice.logprobs += logprobs
@@ -203,6 +208,21 @@ class RequestStream:
             self._error = error
             self._wake()
             self.notify()
+
+    def cancel(self, now: int) -> list[int]:
+        """End every choice that still runs with "abort", behind what it has produced, at `now` (ns). Returns these
+        choices; none of a stream that has failed."""
+        if self._error is not None:
+            return []
+        cancelled = self.unfinished
+        for index in cancelled:
+            self._choices[index].finish = Finish.ABORT
+            self._choices[index].last_seen = now
+            self._pending[index] = None
+        self._unfinished.clear()
+        self._wake()
+        self.notify()
+        return cancelled
 
     def notify(self) -> None:
         """Call the listener, if there is one."""

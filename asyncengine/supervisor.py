@@ -210,6 +210,7 @@ class Supervisor:
             model_path=str(model.path),
             run_dir=str(self._run_dir.path),
             listen_fds=self._listen_fds if child.role == "api_worker" else (),
+            api_workers=self._api_workers,
         )
 
     async def _watch(self, child: Child) -> None:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from asyncengine.engine_info import EngineInfo, Health
 from asyncengine.metrics import Totals
+from asyncengine.prompt_messages import TokenizedPrompt
 from asyncengine.sampling import SamplingParams
 from asyncengine.streams import ChatPrompt, Delta
 
@@ -38,9 +39,23 @@ class Backend(Protocol):
     def totals(self) -> Totals: ...
 
     def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, namespace: str = ""
+        self, prompt: Prompt, params: SamplingParams | None = None, *, namespace: str = "", request_id: str = ""
     ) -> AsyncGenerator[Delta, None]: ...
 
     def subscribe(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, listener: Callable[[], None], namespace: str = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        listener: Callable[[], None],
+        namespace: str = "",
+        request_id: str = "",
     ) -> Subscription: ...
+
+    async def cancel(self, request_id: str) -> bool: ...
+
+    async def tokenize(
+        self, prompt: str | ChatPrompt, *, add_special_tokens: bool = True, texts: bool = False
+    ) -> TokenizedPrompt: ...
+
+    async def detokenize(self, ids: Sequence[int]) -> str: ...

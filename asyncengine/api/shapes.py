@@ -78,9 +78,10 @@ class ResponseJson(msgspec.Struct, frozen=True, kw_only=True):
 class Shape(ABC):
     """Writes one response. What its chunks have in common is encoded once.
 
-    token_ids: choices carry their token ids. logprobs: whole choices have log-probabilities, though perhaps of no
-    token; a chunk has those that its delta has, else null. include_usage: a last chunk with the total usage is
-    promised, so the others say null. continuous_usage: every chunk with news carries its choice's usage so far.
+    name: the client's own for the request, which becomes part of its id; None draws one. token_ids: choices carry
+    their token ids. logprobs: whole choices have log-probabilities, though perhaps of no token; a chunk has those that
+    its delta has, else null. include_usage: a last chunk with the total usage is promised, so the others say null.
+    continuous_usage: every chunk with news carries its choice's usage so far.
     """
 
     id_prefix: ClassVar[str]
@@ -90,15 +91,22 @@ class Shape(ABC):
     """What comes before and after a choice's text in a chunk."""
 
     def __init__(
-        self, model: str, *, token_ids: bool, logprobs: bool, include_usage: bool, continuous_usage: bool
+        self,
+        model: str,
+        *,
+        name: str | None,
+        token_ids: bool,
+        logprobs: bool,
+        include_usage: bool,
+        continuous_usage: bool,
     ) -> None:
-        self._id = f"{self.id_prefix}-{secrets.token_hex(12)}"
+        self.id = f"{self.id_prefix}-{name or secrets.token_hex(12)}"
         self._created = int(time.time())
         self._model = model
         self._token_ids = token_ids
         self._logprobs = logprobs
         self._continuous_usage = continuous_usage
-        head = {"id": self._id, "object": self.chunk_object, "created": self._created, "model": model}
+        head = {"id": self.id, "object": self.chunk_object, "created": self._created, "model": model}
         self._head = encode(head)[:-1] + b',"choices":['
         self._tail = b',"usage":null}' if include_usage else b"}"
         self._text_is_all = not token_ids and not continuous_usage
@@ -124,7 +132,7 @@ class Shape(ABC):
         """The whole response, of choice index -> answer."""
         choices = [self._choice(index, answers[index]) for index in sorted(answers)]
         response = ResponseJson(
-            id=self._id, object=self.object, created=self._created, model=self._model, choices=choices, usage=usage
+            id=self.id, object=self.object, created=self._created, model=self._model, choices=choices, usage=usage
         )
         return encode(response)
 
@@ -196,10 +204,18 @@ class ChatShape(Shape):
     _ROLE = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
 
     def __init__(
-        self, model: str, *, token_ids: bool, logprobs: bool, include_usage: bool, continuous_usage: bool
+        self,
+        model: str,
+        *,
+        name: str | None,
+        token_ids: bool,
+        logprobs: bool,
+        include_usage: bool,
+        continuous_usage: bool,
     ) -> None:
         super().__init__(
             model,
+            name=name,
             token_ids=token_ids,
             logprobs=logprobs,
             include_usage=include_usage,

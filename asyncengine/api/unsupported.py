@@ -56,6 +56,12 @@ NO_EFFECT_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 """Field -> its values, besides null, that change nothing."""
+NO_EFFECT_IN_TOKENIZE: Mapping[str, tuple[Any, ...]] = {
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "mm_processor_kwargs": (),
+    "tools": ([],),
+}
 
 
 def ignored_fields(

@@ -4,12 +4,13 @@ Frames are columnar: one Struct per step or batch whose `bytes` fields are littl
 `uint8`) of one length, so that encoding costs the same at any batch size. All Structs are frozen, array-like and
 untracked by the garbage collector; each pipe has one `Decoder` over the union of what it may carry.
 
-    engine -> tokenizer      EncodeText | EncodeIds | EncodeChat | Abort
+    engine -> tokenizer      EncodeText | EncodeIds | EncodeChat | Abort | TokenizeText | TokenizeChat | Detokenize
     tokenizer -> gpu_runner  Generate | Abort                              ("requests")
     engine, detokenizer -> gpu_runner  Abort | StopHit                     ("control")
     gpu_runner -> detokenizer          StepFrame
     detokenizer -> engine              Deltas
-    tokenizer -> engine                Encoded | Failed
+    tokenizer -> engine                Encoded | Failed | Tokenized | Detokenized
+    engine -> engine                   Cancel | Cancelled                 (between API workers)
     gpu_runner -> engine               Failed
     supervisor -> engine               EngineStatus                       (where API workers are processes of their own)
     every sidecar -> supervisor        Progress | Ready | Heartbeat | Fatal
@@ -83,6 +84,33 @@ class Abort(Wire, frozen=True, tag=4):
     is found whether the request is still being tokenized or already runs."""
 
     rid: int
+
+
+class TokenizeText(Wire, frozen=True, tag=5):
+    """Only say which tokens `text` has; answered with `Tokenized`, or `Failed` for this rid. texts: each token's own
+    text too."""
+
+    rid: int
+    text: str
+    add_special_tokens: bool
+    texts: bool
+
+
+class TokenizeChat(Wire, frozen=True, tag=6):
+    """The same for a conversation; fields as in `EncodeChat`."""
+
+    rid: int
+    messages: bytes
+    add_generation_prompt: bool
+    template_kwargs: bytes
+    texts: bool
+
+
+class Detokenize(Wire, frozen=True, tag=7):
+    """Say which text `ids` (int32 array) have, special tokens included; answered with `Detokenized` or `Failed`."""
+
+    rid: int
+    ids: bytes
 
 
 # ------------------------------------------------------------------------------------------- tokenizer -> gpu_runner
@@ -241,6 +269,33 @@ class Failed(Wire, frozen=True, tag=32):
     param: str | None
 
 
+class Tokenized(Wire, frozen=True, tag=36):
+    """ids: int32 array. texts: one for each where asked, as the vocabulary writes them; else none."""
+
+    rid: int
+    ids: bytes
+    texts: tuple[str, ...]
+
+
+class Detokenized(Wire, frozen=True, tag=37):
+    rid: int
+    text: str
+
+
+class Cancel(Wire, frozen=True, tag=38):
+    """API worker `worker`, which has no such request, asks another one to cancel `request_id`, if that has it; answered
+    with `Cancelled`. call: the asker's number for this."""
+
+    call: int
+    worker: int
+    request_id: str
+
+
+class Cancelled(Wire, frozen=True, tag=39):
+    call: int
+    found: bool
+
+
 class EngineStatus(Wire, frozen=True, tag=34):
     """How the engine is, for an API worker, which does not watch the sidecars itself; sent again and again.
 
@@ -294,11 +349,11 @@ class Fatal(Wire, frozen=True, tag=43):
     message: str
 
 
-ToTokenizer = EncodeText | EncodeIds | EncodeChat | Abort
+ToTokenizer = EncodeText | EncodeIds | EncodeChat | Abort | TokenizeText | TokenizeChat | Detokenize
 ToRunner = Generate | Abort
 ToRunnerControl = Abort | StopHit
 ToDetokenizer = StepFrame
-ToEngine = Deltas | Encoded | Failed | EngineStatus
+ToEngine = Deltas | Encoded | Failed | Tokenized | Detokenized | Cancel | Cancelled | EngineStatus
 ToSupervisor = Progress | Ready | Heartbeat | Fatal
 
 

@@ -10,6 +10,7 @@ from asyncengine.engine_info import EngineInfo, Health
 from asyncengine.errors import EngineError, InvalidRequestError
 from asyncengine.logprobs import TokenLogprob, TopLogprob
 from asyncengine.metrics import COUNTERS, HISTOGRAMS, HistogramTotals, Totals
+from asyncengine.prompt_messages import TokenizedPrompt
 from asyncengine.sampling import SamplingParams
 from asyncengine.streams import ChatPrompt, Delta
 
@@ -24,6 +25,8 @@ class FakeBackend:
     with "length" at `max_tokens`. Prompts are counted by character, id or message; all but one token are cached.
 
     Asked for log-probabilities, token number `k` has -k/2, and the most likely ones are those before it.
+
+    names: namespace and request id of each call. A token is a byte of text; cancelling succeeds for a completion.
 
     refusal: raised at the first iteration. failure: raised after `fail_after` deltas. hold_after: after so many deltas
     of a stream, wait until the stream is closed.
@@ -51,6 +54,8 @@ class FakeBackend:
         self.hold_after: int | None = None
         self.finish: tuple[str, int | str | None] = ("stop", None)
         self.calls: list[tuple[str | Sequence[int] | ChatPrompt, SamplingParams]] = []
+        self.names: list[tuple[str, str]] = []
+        self.cancelled: list[str] = []
         self.completed = 0
         self.left_early = 0
 
@@ -68,10 +73,16 @@ class FakeBackend:
         return len(self.calls) - self.completed - self.left_early
 
     async def generate(
-        self, prompt: str | Sequence[int] | ChatPrompt, params: SamplingParams | None = None, *, namespace: str = ""
+        self,
+        prompt: str | Sequence[int] | ChatPrompt,
+        params: SamplingParams | None = None,
+        *,
+        namespace: str = "",
+        request_id: str = "",
     ) -> AsyncGenerator[Delta, None]:
         params = params or SamplingParams()
         self.calls.append((prompt, params))
+        self.names.append((namespace, request_id))
         try:
             size = self._check(prompt)
             await asyncio.sleep(0)
@@ -103,9 +114,27 @@ class FakeBackend:
         *,
         listener: Callable[[], None],
         namespace: str = "",
+        request_id: str = "",
     ) -> FakeSubscription:
         params = params or SamplingParams()
-        return FakeSubscription(self.generate(prompt, params), n=params.n, listener=listener)
+        deltas = self.generate(prompt, params, namespace=namespace, request_id=request_id)
+        return FakeSubscription(deltas, n=params.n, listener=listener)
+
+    async def cancel(self, request_id: str) -> bool:
+        self.cancelled.append(request_id)
+        return request_id.startswith("cmpl-")
+
+    async def tokenize(
+        self, prompt: str | ChatPrompt, *, add_special_tokens: bool = True, texts: bool = False
+    ) -> TokenizedPrompt:
+        if self.refusal is not None:
+            raise self.refusal
+        text = prompt if isinstance(prompt, str) else str(prompt.messages[0]["content"])
+        ids = [1] * add_special_tokens + list(text.encode())
+        return TokenizedPrompt(ids, [chr(token) for token in ids] if texts else None)
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode()
 
     def _delta(self, index: int, text: str, count: int, size: int, params: SamplingParams) -> Delta:
         finish: str | None = None

@@ -37,6 +37,7 @@ from asyncengine.wire.messages import (
 from asyncengine.wire.pipes import Pipes, Receiver, make_run_dir
 from asyncengine.wire.sidecar import write_config
 from tokenizer_proc.prompt_encoder import PromptEncoder
+from tokenizer_proc.token_service import TokenService
 from tokenizer_proc.worker import TURN_BYTES, Worker, one_turn
 
 PARAMS = SamplingParams(max_tokens=4)
@@ -111,7 +112,8 @@ def worker(loaded: Callable[[str], Any], ends: Ends) -> Iterator[Worker]:
     model = loaded("smollm2")
     encoder = PromptEncoder(vocabulary=model.vocabulary, template=model.template, max_model_len=64)
     pipes = Pipes(ends.run_dir)
-    yield Worker(index=2, encoder=encoder, pipes=pipes, ring=make_account(ends.run_dir, 2))
+    service = TokenService(model.vocabulary, encoder)
+    yield Worker(index=2, encoder=encoder, service=service, pipes=pipes, ring=make_account(ends.run_dir, 2))
     pipes.close(linger_ms=100)
 
 
@@ -177,7 +179,8 @@ def test_nothing_new_is_taken_while_gpu_runner_does_not_read(loaded: Callable[[s
     run_dir = make_run_dir()
     pipes = Pipes(run_dir)
     encoder = PromptEncoder(vocabulary=model.vocabulary, template=None, max_model_len=64)
-    worker = Worker(index=0, encoder=encoder, pipes=pipes, ring=make_account(run_dir, 0))
+    service = TokenService(model.vocabulary, encoder)
+    worker = Worker(index=0, encoder=encoder, service=service, pipes=pipes, ring=make_account(run_dir, 0))
     assert worker.flush()
     worker.turn([Abort(rid) for rid in range(5000)])  # no one has bound the pipe
     assert not worker.flush()
