@@ -28,6 +28,13 @@ def prompt_message(
 ) -> tuple[EncodeText | EncodeIds | EncodeChat, int]:
     """The message and its prompt's size in bytes; raises `InvalidRequestError`."""
     message: EncodeText | EncodeIds | EncodeChat
+    if params.priority and info.scheduling_policy != "priority":
+        raise InvalidRequestError(
+            f"priority {params.priority} would change nothing: the engine's scheduling policy is "
+            f"{info.scheduling_policy}, not priority",
+            code="unsupported_parameter",
+            param="priority",
+        )
     for stop in params.stop:
         _utf8("stop", stop)
     _utf8("namespace", namespace)

@@ -143,6 +143,7 @@ class Supervisor:
         return EngineInfo(
             model=self._config.served_model_name or model.served_name,
             model_path=str(model.path),
+            scheduling_policy=self._config.scheduling_policy,
             has_chat_template=tokenizer.has_chat_template,
             **msgspec.structs.asdict(runner),
         )

@@ -14,7 +14,7 @@ from asyncengine.api.generation import Generation
 from asyncengine.api.prompts import chat_prompt, completion_prompts
 from asyncengine.api.request_body import ignored_fields_header, json_body, json_response
 from asyncengine.api.schema import REQUEST_NAME, GenerationRequest, Parsed, R, parse_chat, parse_completion
-from asyncengine.api.shapes import ChatShape, CompletionShape, Shape
+from asyncengine.api.shapes import AnswerOptions, ChatShape, CompletionShape, Shape
 from asyncengine.engine_info import EngineInfo
 from asyncengine.errors import InvalidRequestError
 
@@ -37,12 +37,14 @@ class Routes:
         app.router.add_get("/v1/models/{model:.+}", self.model, name="model")
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
+        received_ns = time.monotonic_ns()
         parsed = parse_completion(await json_body(request))
-        return await self._generate(request, parsed, completion_prompts(parsed.request), CompletionShape)
+        return await self._generate(request, parsed, completion_prompts(parsed.request), CompletionShape, received_ns)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+        received_ns = time.monotonic_ns()
         parsed = parse_chat(await json_body(request))
-        return await self._generate(request, parsed, [chat_prompt(parsed.request)], ChatShape)
+        return await self._generate(request, parsed, [chat_prompt(parsed.request)], ChatShape, received_ns)
 
     async def cancel(self, request: web.Request) -> web.Response:
         name = request.match_info["id"]
@@ -58,7 +60,12 @@ class Routes:
         return json_response(self._model_card())
 
     async def _generate(
-        self, request: web.Request, parsed: Parsed[R], prompts: Sequence[Prompt], shape: type[Shape]
+        self,
+        request: web.Request,
+        parsed: Parsed[R],
+        prompts: Sequence[Prompt],
+        shape: type[Shape],
+        received_ns: int,
     ) -> web.StreamResponse:
         asked: GenerationRequest = parsed.request
         check_model(asked.model, self._backend.info)
@@ -72,11 +79,14 @@ class Routes:
             namespace=asked.cache_salt or "",
             shape=shape(
                 self._backend.info.model,
-                name=_request_name(request) or asked.request_id,
-                token_ids=bool(asked.return_token_ids),
-                logprobs=params.logprobs is not None,
-                include_usage=include_usage,
-                continuous_usage=options is not None and bool(options.continuous_usage_stats),
+                AnswerOptions(
+                    name=_request_name(request) or asked.request_id,
+                    token_ids=bool(asked.return_token_ids),
+                    logprobs=params.logprobs is not None,
+                    include_usage=include_usage,
+                    continuous_usage=options is not None and bool(options.continuous_usage_stats),
+                    timings_from=received_ns if asked.timings else None,
+                ),
             ),
             include_usage=include_usage,
         )

@@ -56,7 +56,8 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What both endpoints have in common. null means the default everywhere.
 
-    return_token_ids: each choice also carries its new `token_ids`. request_id: part of the answer's id, by which the
+    return_token_ids: each choice also carries its new `token_ids`. timings: each choice says at its end where its time
+    went (see `api.timings`). request_id: part of the answer's id, by which the
     request can be cancelled; without it one is drawn. cache_salt: cached prefixes are shared among requests with the
     same one. user: names the person that the client acts for, and changes nothing.
     """
@@ -84,6 +85,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    timings: bool | None = None
     request_id: Annotated[str, Meta(pattern=REQUEST_NAME)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
     user: Name | None = None

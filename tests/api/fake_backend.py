@@ -13,6 +13,7 @@ from asyncengine.metrics import COUNTERS, HISTOGRAMS, HistogramTotals, Totals
 from asyncengine.prompt_messages import TokenizedPrompt
 from asyncengine.sampling import SamplingParams
 from asyncengine.streams import ChatPrompt, Delta
+from asyncengine.timeline import Timeline
 
 MODEL = "org/fake-model"
 VOCAB_SIZE = 1000
@@ -26,7 +27,8 @@ class FakeBackend:
 
     Asked for log-probabilities, token number `k` has -k/2, and the most likely ones are those before it.
 
-    names: namespace and request id of each call. A token is a byte of text; cancelling succeeds for a completion.
+    names: namespace and request id of each call. timeline: of every choice. A token is a byte of text; cancelling
+    succeeds for a completion.
 
     refusal: raised at the first iteration. failure: raised after `fail_after` deltas. hold_after: after so many deltas
     of a stream, wait until the stream is closed.
@@ -54,6 +56,7 @@ class FakeBackend:
         self.hold_after: int | None = None
         self.finish: tuple[str, int | str | None] = ("stop", None)
         self.calls: list[tuple[str | Sequence[int] | ChatPrompt, SamplingParams]] = []
+        self.timeline: Timeline | None = None
         self.names: list[tuple[str, str]] = []
         self.cancelled: list[str] = []
         self.completed = 0
@@ -152,6 +155,7 @@ class FakeBackend:
             completion_tokens=count,
             finish_reason=finish,
             stop_reason=stop_reason,
+            timeline=None if finish is None else self.timeline,
             logprobs=[] if params.logprobs is None else [self._logprob(index, text, count, params.logprobs)],
         )
 

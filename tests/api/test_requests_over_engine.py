@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import aiohttp
 import pytest
@@ -177,3 +179,90 @@ async def test_all_prompts_of_a_request_are_cancelled_together(server: Server, e
     assert [choice["finish_reason"] for choice in whole["choices"]] == ["abort"] * 3
     await idle(engine)
     assert not await engine.cancel("cmpl-three")
+
+
+# ------------------------------------------------------------------------------------------------- parameters, timings
+
+
+PARTS = ("accept", "tokenize", "queue", "prefill", "detokenize", "decode", "write")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_parts_of_the_timings_are_what_the_client_saw(server: Server, stream: bool) -> None:
+    body = {"prompt": TEXT, "max_tokens": 50, "ignore_eos": True, "timings": True, "stream": stream}
+    gaps = []
+    for _ in range(5):
+        begin = time.monotonic()
+        async with server.session.post(server.url + COMPLETIONS, json=body) as response:
+            text = (await response.read()).decode()
+        seen_ms = 1000 * (time.monotonic() - begin)
+        last = json.loads(text.split("\n\n")[-3][6:] if stream else text)
+        spent = last["choices"][0]["timings"]
+        assert sum(spent[f"{part}_ms"] for part in PARTS) == pytest.approx(spent["total_ms"], abs=0.01)
+        assert sum(spent[f"{part}_ms"] for part in PARTS[:5]) == pytest.approx(spent["first_token_ms"], abs=0.01)
+        gaps.append(seen_ms - spent["total_ms"])
+    assert 0 <= min(gaps) < 5  # the other four may have met with a busy machine
+
+
+async def test_a_priority_needs_the_policy_of_that_name(server: Server) -> None:
+    status, answer = await server.post(COMPLETIONS, {"prompt": "a", "priority": -1})
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "unsupported_parameter", "priority")
+    assert (await server.post(COMPLETIONS, {"prompt": "a", "priority": 0}))[0] == 200
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_a_stop_token_ends_the_answer_and_is_shown_only_on_request(server: Server, path: str) -> None:
+    _, tokens = await server.post("/tokenize", {"prompt": "one two three"})
+    stop = tokens["tokens"][1]
+    body: dict[str, Any] = {"stop_token_ids": [stop], "return_token_ids": True, "max_tokens": 50}
+    if path == COMPLETIONS:
+        body |= {"prompt": "one two three"}
+    else:
+        body |= {"messages": [{"role": "user", "content": "one two three"}]}
+    for shown, end in ((False, "one"), (True, "one two")):
+        _, whole = await server.post(path, {**body, "include_stop_str_in_output": shown})
+        *chunks, _ = await server.events(path, {**body, "include_stop_str_in_output": shown})
+        (choice,) = whole["choices"]
+        text = choice["text"] if path == COMPLETIONS else choice["message"]["content"]
+        assert text.endswith(end)
+        assert (choice["finish_reason"], choice["stop_reason"], choice["token_ids"][-1]) == ("stop", stop, stop)
+        streamed = [chunk["choices"][0] for chunk in chunks]
+        assert text == "".join(
+            each["text"] if path == COMPLETIONS else each["delta"].get("content", "") for each in streamed
+        )
+        assert streamed[-1]["stop_reason"] == stop
+
+
+async def test_min_tokens_outlast_a_stop_token(server: Server) -> None:
+    _, tokens = await server.post("/tokenize", {"prompt": "one two three"})
+    body = {"prompt": "one two three", "stop_token_ids": [tokens["tokens"][0]], "max_tokens": 50}
+    _, short = await server.post(COMPLETIONS, body)
+    _, longer = await server.post(COMPLETIONS, {**body, "min_tokens": 2})
+    assert short["usage"]["completion_tokens"] == 1
+    assert longer["usage"]["completion_tokens"] == 4
+    assert longer["choices"][0]["text"] == "one two three"
+
+
+async def test_special_tokens_are_hidden_alike_in_every_way_of_asking(server: Server) -> None:
+    prompt = "<|im_start|>a<|im_end|>b"
+    for skip, expected in ((True, "ab"), (False, prompt)):
+        body = {"prompt": prompt, "skip_special_tokens": skip, "max_tokens": 4, "n": 2}
+        _, whole = await server.post(COMPLETIONS, body)
+        texts = ["", ""]
+        for chunk in (await server.events(COMPLETIONS, body))[:-1]:
+            texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+        assert [choice["text"] for choice in whole["choices"]] == texts == [expected] * 2
+
+
+async def test_continuous_usage_counts_each_choice_up_to_the_whole(server: Server) -> None:
+    body = {"prompt": TEXT, "max_tokens": 20, "n": 2, "ignore_eos": True, "return_token_ids": True}
+    options = {"continuous_usage_stats": True, "include_usage": True}
+    *chunks, total, _ = await server.events(COMPLETIONS, {**body, "stream_options": options})
+    counts = [0, 0]
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        counts[choice["index"]] += len(choice["token_ids"])
+        assert chunk["usage"]["completion_tokens"] == counts[choice["index"]]
+        assert chunk["usage"]["prompt_tokens"] == total["usage"]["prompt_tokens"]
+    assert counts == [20, 20]
+    assert total["usage"]["completion_tokens"] == 40
