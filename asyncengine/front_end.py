@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -22,11 +21,13 @@ from asyncengine.delta_feed import DeltaFeed
 from asyncengine.engine_info import EngineInfo, HealthState
 from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError, StartupError
 from asyncengine.metrics import RequestMetrics, Totals, read_totals
-from asyncengine.open_requests import OpenRequest, OpenRequests, TokenizerLink
+from asyncengine.open_requests import OpenRequest, OpenRequests
+from asyncengine.other_workers import OtherWorkers
 from asyncengine.prompt_messages import TokenizedPrompt, pack_ids, prompt_message, question_message
 from asyncengine.questions import Questions
 from asyncengine.sampling import SamplingParams
 from asyncengine.streams import ChatPrompt, Delta, RequestStream
+from asyncengine.tokenizer_links import TokenizerLinks
 from asyncengine.wire.accounting import RingWriter, TurnRecord
 from asyncengine.wire.messages import (
     Abort,
@@ -38,9 +39,7 @@ from asyncengine.wire.messages import (
     Encoded,
     Failed,
     ToEngine,
-    TokenizeChat,
     Tokenized,
-    TokenizeText,
 )
 from asyncengine.wire.pipes import Pipes, Receiver, Sender
 
@@ -52,8 +51,6 @@ UNREAD_MESSAGES = 2
 """A sender's messages that may wait here unread. A detokenizer that finds no room merges what follows, so that a
 process that is behind gets fewer and longer deltas instead of late ones."""
 RETRY_SECONDS = 0.01
-CANCEL_SECONDS = 2.0
-"""How long another API process may take to say whether it has a request."""
 
 
 class FrontEnd:
@@ -68,7 +65,10 @@ class FrontEnd:
     _pipes: Pipes
     _metrics: RequestMetrics
     _feed: DeltaFeed
-    """These are there once opened."""
+    """These three are there once opened."""
+    _tokenizers: TokenizerLinks
+    _others: OtherWorkers
+    """And these two once the engine is ready."""
 
     def __init__(self, *, worker: int, workers: int = 1) -> None:
         """workers: how many there are."""
@@ -81,10 +81,8 @@ class FrontEnd:
         self._ring: RingWriter[TurnRecord] | None = None
         self._run_dir: Path | None = None
         self._control: Sender | None = None
-        self._tokenizers: list[TokenizerLink] = []
         self._requests = OpenRequests()
         self._questions = Questions()
-        self._workers_senders: dict[int, Sender] = {}
         self._retry: asyncio.TimerHandle | None = None
         self._next_rid = worker << API_WORKER_SHIFT
 
@@ -132,30 +130,32 @@ class FrontEnd:
     async def cancel(self, request_id: str) -> bool:
         """End all requests of this name, whichever API process has them: their choices that still run end with the
         finish reason "abort". False when there is none. Raises `EngineError`."""
-        if self._state != "ready":
-            raise EngineDeadError(self._detail)
+        self._check_ready()
         if self._cancel_here(request_id):
             return True
-        others = [worker for worker in range(self._workers) if worker != self._worker]
-        return any(await asyncio.gather(*(self._cancel_in(worker, request_id) for worker in others)))
+        answers = self._others.cancel(request_id)
+        self._push_on()
+        return any(await asyncio.gather(*answers))
 
     async def tokenize(
         self, prompt: str | ChatPrompt, *, add_special_tokens: bool = True, texts: bool = False
     ) -> TokenizedPrompt:
         """The tokens that `prompt` would be run as. add_special_tokens: those that the tokenizer puts round a text;
         conversations have their template's. texts: each token's own text too. Raises `EngineError`."""
+        self._check_ready()
         message, size = question_message(
             self._mint(1), prompt, add_special_tokens=add_special_tokens, texts=texts, info=self.info
         )
-        answer: Tokenized = await self._ask_tokenizer(message, size)
+        answer: Tokenized = await self._tokenizers.ask(message, size)
         return TokenizedPrompt(memoryview(answer.ids).cast("i").tolist(), list(answer.texts) if texts else None)
 
     async def detokenize(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens included. Raises `EngineError`."""
+        self._check_ready()
         if not ids:
             return ""
         packed = pack_ids(ids, self.info.vocab_size, name="tokens")
-        answer: Detokenized = await self._ask_tokenizer(Detokenize(self._mint(1), packed), len(packed))
+        answer: Detokenized = await self._tokenizers.ask(Detokenize(self._mint(1), packed), len(packed))
         return answer.text
 
     def totals(self) -> Totals:
@@ -182,7 +182,15 @@ class FrontEnd:
         """Take requests from now on."""
         self.info = info
         self._control = self._pipes.sender("runner.control")
-        self._tokenizers = [TokenizerLink(self._pipes.sender(f"tokenizer.{i}")) for i in range(tokenizer_workers)]
+        senders = [self._pipes.sender(f"tokenizer.{i}") for i in range(tokenizer_workers)]
+        self._tokenizers = TokenizerLinks(senders, self._questions)
+        self._others = OtherWorkers(
+            self._pipes,
+            worker=self._worker,
+            workers=self._workers,
+            questions=self._questions,
+            mint=partial(self._mint, 1),
+        )
         self._state, self._detail = "ready", ""
 
     def _shut(self, detail: str) -> None:
@@ -200,17 +208,20 @@ class FrontEnd:
             self._metrics.close()
             self._run_dir = None
 
+    def _check_ready(self) -> None:
+        if self._state != "ready":
+            raise EngineDeadError(self._detail)
+
     def _submit(
         self, prompt: str | Sequence[int] | ChatPrompt, params: SamplingParams, namespace: str, request_id: str = ""
     ) -> OpenRequest:
         arrived = time.monotonic_ns()
-        if self._state != "ready":
-            raise EngineDeadError(self._detail)
+        self._check_ready()
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=secrets.randbits(63))
         rid = self._mint(params.n)
         message, size = prompt_message(rid, prompt, params, namespace, info=self.info)
-        tokenizer = self._send_to_tokenizer(message)
+        tokenizer = self._tokenizers.send(message)
         stream = RequestStream(rid, n=params.n, stop=params.stop, stop_token_ids=params.stop_token_ids)
         stream.arrived = arrived
         self._metrics.submitted(params.n)
@@ -263,8 +274,9 @@ class FrontEnd:
             case Tokenized() | Detokenized():
                 self._questions.answer(message.rid, message)
             case Cancel():
-                answer = Cancelled(message.call, bool(self._cancel_here(message.request_id)))
-                self._worker_sender(message.worker).send(answer)
+                if self._state == "ready":
+                    self._others.tell(message, found=self._cancel_here(message.request_id))
+                    self._push_on()
             case Cancelled():
                 self._questions.answer(message.call, message.found)
 
@@ -279,41 +291,14 @@ class FrontEnd:
         request.refused = True
         request.stream.fail(error, gone=failed.rid - request.stream.rid)
 
-    async def _ask_tokenizer(self, message: TokenizeText | TokenizeChat | Detokenize, size: int) -> Any:
-        """The answer of the worker that has least to do; `size` in bytes. Raises `EngineError`."""
-        if self._state != "ready":
-            raise EngineDeadError(self._detail)
-        tokenizer = self._send_to_tokenizer(message)
-        tokenizer.unacked_bytes += size
-        try:
-            return await self._questions.answer_to(message.rid)
-        finally:
-            tokenizer.unacked_bytes -= size
-
-    def _send_to_tokenizer(self, message: msgspec.Struct) -> TokenizerLink:
-        tokenizer = min(self._tokenizers, key=lambda worker: worker.unacked_bytes)
-        if not tokenizer.sender.try_send(message):
-            raise OverloadedError("the engine has no room for another prompt now", code="overloaded")
-        return tokenizer
-
-    async def _cancel_in(self, worker: int, request_id: str) -> bool:
-        """Have another API worker cancel `request_id`; False when it has no such request."""
-        call = self._mint(1)
-        self._worker_sender(worker).send(Cancel(call, self._worker, request_id))
-        try:
-            async with asyncio.timeout(CANCEL_SECONDS):
-                return bool(await self._questions.answer_to(call))
-        except TimeoutError:
-            raise EngineError(f"API worker {worker} does not answer", code="cancel_timeout") from None
-
-    def _cancel_here(self, request_id: str) -> int:
-        """Cancel what runs under this name in this process; returns how many choices that ended."""
-        count = 0
+    def _cancel_here(self, request_id: str) -> bool:
+        """Cancel what runs under this name in this process; whether there was something."""
+        found = False
         for request in self._requests.named(request_id):
             cancelled = request.stream.cancel(time.monotonic_ns())
             self._abort(request, cancelled)
-            count += len(cancelled)
-        return count
+            found = found or bool(cancelled)
+        return found
 
     def _abort(self, request: OpenRequest, choices: Iterable[int]) -> None:
         """Have `choices` of a request end wherever they are."""
@@ -324,13 +309,12 @@ class FrontEnd:
             abort = Abort(request.stream.rid + index)
             self._control.send(abort)
             request.tokenizer.sender.send(abort)
+        self._push_on()
+
+    def _push_on(self) -> None:
+        """Have what was just sent leave, now or as soon as there is room."""
         if self._retry is None:
             self._flush()
-
-    def _worker_sender(self, worker: int) -> Sender:
-        if worker not in self._workers_senders:
-            self._workers_senders[worker] = self._pipes.sender(f"engine.{worker}")
-        return self._workers_senders[worker]
 
     def _mint(self, count: int) -> int:
         """The first of `count` rids that nobody has had."""
@@ -339,12 +323,12 @@ class FrontEnd:
         return rid
 
     def _flush(self) -> None:
-        """Push on aborts that found a pipe full, now and until none is left."""
+        """Push on what found a pipe full, now and until nothing is left."""
         self._retry = None
         if self._state != "ready" or self._control is None:
             return
-        tokenizers = (worker.sender for worker in self._tokenizers)
-        flushed = [sender.flush() for sender in (self._control, *tokenizers, *self._workers_senders.values())]
+        tokenizers = (link.sender for link in self._tokenizers)
+        flushed = [sender.flush() for sender in (self._control, *tokenizers, *self._others.senders)]
         if not all(flushed):
             self._retry = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._flush)
 

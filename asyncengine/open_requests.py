@@ -1,21 +1,11 @@
-"""The requests of one API process that are somewhere in the ring, and the tokenizer workers that they go through."""
+"""The requests of one API process that are somewhere in the ring."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from asyncengine.streams import RequestStream
-from asyncengine.wire.pipes import Sender
-
-
-class TokenizerLink:
-    """One tokenizer worker's pipe, and the bytes of text sent to it that it has not acknowledged."""
-
-    __slots__ = ("sender", "unacked_bytes")
-
-    def __init__(self, sender: Sender) -> None:
-        self.sender = sender
-        self.unacked_bytes = 0
+from asyncengine.tokenizer_links import TokenizerLink
 
 
 class OpenRequest:
