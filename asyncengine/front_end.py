@@ -20,6 +20,7 @@ from asyncengine.config import API_WORKER_SHIFT
 from asyncengine.delta_feed import DeltaFeed
 from asyncengine.engine_info import EngineInfo, HealthState
 from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError, StartupError
+from asyncengine.gc_clock import GcClock
 from asyncengine.metrics import RequestMetrics, Totals, read_totals
 from asyncengine.open_requests import OpenRequest, OpenRequests
 from asyncengine.other_workers import OtherWorkers
@@ -65,7 +66,8 @@ class FrontEnd:
     _pipes: Pipes
     _metrics: RequestMetrics
     _feed: DeltaFeed
-    """These three are there once opened."""
+    _gc_clock: GcClock
+    """These four are there once opened."""
     _tokenizers: TokenizerLinks
     _others: OtherWorkers
     """And these two once the engine is ready."""
@@ -168,11 +170,13 @@ class FrontEnd:
         """Bind the worker's pipe and read it from now on. Raises `StartupError`."""
         try:
             self._metrics = RequestMetrics(run_dir, self._worker)
+            self._gc_clock = GcClock(self._metrics.paused)
             self._feed = DeltaFeed(self._requests, self._metrics)
             self._ring = RingWriter(run_dir, "engine", self._worker, TurnRecord)
         except OSError as error:
             raise StartupError(f"cannot get memory for the engine's accounts: {error}") from error
         self._run_dir = run_dir
+        self._gc_clock.start()
         self._pipes = pipes
         self._receiver = pipes.receiver(f"engine.{self._worker}", ToEngine, high_water_mark=UNREAD_MESSAGES)
         self._fd = self._receiver.fd
@@ -205,6 +209,7 @@ class FrontEnd:
             self._ring.close()
             self._ring = None
         if self._run_dir is not None:
+            self._gc_clock.stop()
             self._metrics.close()
             self._run_dir = None
 

@@ -43,7 +43,7 @@ TOKEN_COUNT_BOUNDS = tuple(float(digit * 10**power) for power in range(7) for di
 CHOICE_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
-COUNTERS = ("prompt_tokens", "generation_tokens", *(f"finished_{reason}" for reason in FINISH_REASONS))
+COUNTERS = ("prompt_tokens", "generation_tokens", *(f"finished_{reason}" for reason in FINISH_REASONS), "gc_pause_ns")
 HISTOGRAMS: dict[str, tuple[float, ...]] = {
     "time_to_first_token": FIRST_TOKEN_BOUNDS,
     "inter_token_latency": TOKEN_GAP_BOUNDS,
@@ -140,6 +140,10 @@ class RequestMetrics:
             self._observe("prefill_time", (timeline.computed - timeline.started) * NS)
             self._observe("decode_time", (timeline.finished - timeline.computed) * NS)
             self._observe("inference_time", (timeline.finished - timeline.started) * NS)
+
+    def paused(self, nanoseconds: int) -> None:
+        """This process stood still to collect garbage."""
+        self._count("gc_pause_ns", nanoseconds)
 
     def _count(self, name: str, amount: int = 1) -> None:
         self._cells[_PLACE[name]] += amount

@@ -84,6 +84,9 @@ def _from_gauges(gauges: Mapping[str, int]) -> Iterator[Family]:
 def _from_totals(totals: Totals) -> Iterator[Family]:
     for name, key, text in _TOTALS:
         yield Family(name, "counter", text, [Sample(totals.counters[key])])
+    seconds = Sample(totals.counters["gc_pause_ns"] / 1e9)
+    text = "Time in which API processes stood still to collect garbage."
+    yield Family("asyncengine:api_gc_pause_seconds_total", "counter", text, [seconds])
     ends = [Sample(totals.counters[f"finished_{reason}"], {"finished_reason": reason}) for reason in FINISH_REASONS]
     yield Family("vllm:request_success_total", "counter", "Requests that have ended, by the reason.", ends)
     for name, key, text in _HISTOGRAMS:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 from api_server import COMPLETIONS, Server
@@ -10,6 +13,7 @@ from fake_backend import MODEL, FakeBackend
 from prometheus_client.parser import text_string_to_metric_families
 
 from asyncengine.api.exposition import Family, Sample, exposition, histogram_samples
+from asyncengine.api.metric_families import _COUNTERS, _GAUGES, metrics_text
 from asyncengine.engine_info import Health
 
 LABELS = {"model_name": MODEL, "engine": "0"}
@@ -115,3 +119,19 @@ def test_labels_survive_the_format(text: str) -> None:
     page = exposition([Family("x", "gauge", "X.", [Sample(1)])], {"model_name": text}).decode()
     (family,) = text_string_to_metric_families(page)
     assert family.samples[0].labels == {"model_name": text}
+
+
+def test_the_dashboard_asks_for_nothing_that_is_not_on_the_page(backend: FakeBackend) -> None:
+    every_gauge = dict.fromkeys((key for _, key, _ in (*_GAUGES, *_COUNTERS)), 1)
+    every_gauge |= {"gpu_busy_permille": 1, "waiting_for_pages": 1}
+    page = metrics_text(model=MODEL, health=backend.health, gauges=every_gauge, totals=backend.totals()).decode()
+    families = list(text_string_to_metric_families(page))
+    there = {sample.name for family in families for sample in family.samples}
+    labels = {label for family in families for sample in family.samples for label in sample.labels}
+    board = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text("utf-8"))
+    queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
+    asked = {name for query in queries for name in re.findall(r"\b(?:vllm|asyncengine):\w+", query)}
+    assert len(queries) > 30
+    assert asked - there == set()
+    legends = {target["legendFormat"] for panel in board["panels"] for target in panel.get("targets", [])}
+    assert {label for legend in legends for label in re.findall(r"{{(\w+)}}", legend)} <= labels

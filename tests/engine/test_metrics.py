@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 from collections.abc import AsyncIterator, Iterator
@@ -14,6 +15,7 @@ import pytest_asyncio
 from support.python_path import PYTHON_PATH
 
 from asyncengine import AsyncEngine, Delta, EngineConfig, InvalidRequestError, SamplingParams
+from asyncengine.gc_clock import GcClock
 from asyncengine.metrics import FINISH_REASONS, RequestMetrics, Totals, read_totals
 from asyncengine.timeline import Timeline
 
@@ -60,6 +62,7 @@ def test_a_choice_is_counted_when_it_begins_and_when_it_ends(run_dir: Path) -> N
         "finished_length": 1,
         "finished_abort": 0,
         "finished_error": 0,
+        "gc_pause_ns": 0,
     }
     expected = {
         "choices": 2,
@@ -118,6 +121,22 @@ def test_a_block_that_went_with_its_process_is_passed_over(run_dir: Path) -> Non
     metrics.submitted(1)
     assert observed(read_totals(run_dir), "choices") == (1, 1)
     metrics.close()
+
+
+def test_garbage_collection_is_clocked_from_start_to_stop() -> None:
+    pauses: list[int] = []
+    clock = GcClock(pauses.append)
+    gc.disable()
+    try:
+        gc.collect()
+        clock.start()
+        gc.collect()
+        clock.stop()
+        gc.collect()
+    finally:
+        gc.enable()
+    assert len(pauses) == 1
+    assert pauses[0] > 0
 
 
 # ------------------------------------------------------------------------------------------------- over the real ring
