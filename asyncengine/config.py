@@ -107,7 +107,7 @@ class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     model_path: the model folder or .gguf file on this machine, already resolved. run_dir: the 0700 directory that
     holds the engine's ipc sockets. index: which of the role's workers this is. listen_fds: of an API worker, the
-    inherited sockets on which it serves.
+    inherited sockets on which it serves. api_workers: how many such workers there are.
     """
 
     engine: EngineConfig
@@ -116,3 +116,4 @@ class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_path: str
     run_dir: str
     listen_fds: tuple[int, ...] = ()
+    api_workers: int = 0

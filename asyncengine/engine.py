@@ -62,7 +62,7 @@ class AsyncEngine(FrontEnd):
     def gauges(self) -> dict[str, int]:
         """Latest gauges of gpu_runner (running, waiting, free_pages, cached_pages, total_pages, gpu_busy_permille,
         host_us_per_step, ...; at most about 0.25 s old) plus `open_streams` of this process."""
-        return self._supervisor.gauges("gpu_runner") | {"open_streams": self._open_streams}
+        return self._supervisor.gauges("gpu_runner") | {"open_streams": self._requests.count}
 
     @property
     def health(self) -> Health:
@@ -86,7 +86,7 @@ class AsyncEngine(FrontEnd):
             self._open(self._supervisor.pipes, self._supervisor.run_dir)
             await self._supervisor.launch(model)
             info = self._supervisor.engine_info(model)
-            self._serve(self._supervisor.pipes, info, tokenizer_workers=self._config.tokenizer_workers)
+            self._serve(info, tokenizer_workers=self._config.tokenizer_workers)
         except BaseException:
             await self.close()
             raise

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from asyncengine.config import SchedulingPolicy
 from asyncengine.wire.messages import MemoryAccount
 
 HealthState = Literal["starting", "ready", "stalled", "failed", "closed"]
@@ -28,6 +29,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     kv_cache_bytes: int
     memory: MemoryAccount = MemoryAccount()
+    scheduling_policy: SchedulingPolicy = "fcfs"
     num_graphs: int = 0
     num_kernels: int = 0
     kernels_compiled: int = 0

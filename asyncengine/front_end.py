@@ -12,20 +12,36 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from functools import partial
-from itertools import repeat
 from pathlib import Path
 
 import msgspec
 
 from asyncengine.config import API_WORKER_SHIFT
+from asyncengine.delta_feed import DeltaFeed
 from asyncengine.engine_info import EngineInfo, HealthState
 from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError, StartupError
-from asyncengine.logprobs import TokenLogprob, unpack
-from asyncengine.prompt_messages import prompt_message
+from asyncengine.gc_clock import GcClock
+from asyncengine.metrics import RequestMetrics, Totals, read_totals
+from asyncengine.open_requests import OpenRequest, OpenRequests
+from asyncengine.other_workers import OtherWorkers
+from asyncengine.prompt_messages import TokenizedPrompt, pack_ids, prompt_message, question_message
+from asyncengine.questions import Questions
 from asyncengine.sampling import SamplingParams
 from asyncengine.streams import ChatPrompt, Delta, RequestStream
+from asyncengine.tokenizer_links import TokenizerLinks
 from asyncengine.wire.accounting import RingWriter, TurnRecord
-from asyncengine.wire.messages import Abort, Deltas, Encoded, Failed, ToEngine
+from asyncengine.wire.messages import (
+    Abort,
+    Cancel,
+    Cancelled,
+    Deltas,
+    Detokenize,
+    Detokenized,
+    Encoded,
+    Failed,
+    ToEngine,
+    Tokenized,
+)
 from asyncengine.wire.pipes import Pipes, Receiver, Sender
 
 logger = logging.getLogger(__name__)
@@ -38,32 +54,6 @@ process that is behind gets fewer and longer deltas instead of late ones."""
 RETRY_SECONDS = 0.01
 
 
-class _Tokenizer:
-    """One tokenizer worker's pipe, and the prompt bytes sent to it that it has not acknowledged."""
-
-    __slots__ = ("sender", "unacked_bytes")
-
-    def __init__(self, sender: Sender) -> None:
-        self.sender = sender
-        self.unacked_bytes = 0
-
-
-class _Request:
-    """An open request: its stream, its tokenizer, and the bytes of its prompt while they are unacknowledged."""
-
-    __slots__ = ("stream", "tokenizer", "unacked_bytes")
-
-    def __init__(self, stream: RequestStream, tokenizer: _Tokenizer, prompt_bytes: int) -> None:
-        self.stream = stream
-        self.tokenizer = tokenizer
-        self.unacked_bytes = prompt_bytes
-        tokenizer.unacked_bytes += prompt_bytes
-
-    def acknowledge(self) -> None:
-        self.tokenizer.unacked_bytes -= self.unacked_bytes
-        self.unacked_bytes = 0
-
-
 class FrontEnd:
     """The requests of API worker `worker`, whose number is in the top bits of every rid it mints.
 
@@ -73,19 +63,28 @@ class FrontEnd:
 
     info: EngineInfo
     """Known once the engine is ready."""
+    _pipes: Pipes
+    _metrics: RequestMetrics
+    _feed: DeltaFeed
+    _gc_clock: GcClock
+    """These four are there once opened."""
+    _tokenizers: TokenizerLinks
+    _others: OtherWorkers
+    """And these two once the engine is ready."""
 
-    def __init__(self, *, worker: int) -> None:
+    def __init__(self, *, worker: int, workers: int = 1) -> None:
+        """workers: how many there are."""
         self._worker = worker
+        self._workers = workers
         self._state: HealthState = "starting"
         self._detail = "the engine is starting"
         self._receiver: Receiver | None = None
         self._fd = -1
         self._ring: RingWriter[TurnRecord] | None = None
+        self._run_dir: Path | None = None
         self._control: Sender | None = None
-        self._tokenizers: list[_Tokenizer] = []
-        self._requests: dict[int, _Request] = {}  # by the rid of every choice
-        self._heard: dict[RequestStream, None] = {}  # those to notify of what has been read
-        self._open_streams = 0
+        self._requests = OpenRequests()
+        self._questions = Questions()
         self._retry: asyncio.TimerHandle | None = None
         self._next_rid = worker << API_WORKER_SHIFT
 
@@ -95,14 +94,16 @@ class FrontEnd:
         params: SamplingParams | None = None,
         *,
         namespace: str = "",
+        request_id: str = "",
     ) -> AsyncGenerator[Delta, None]:
         """Yield deltas of all `params.n` choices until each has finished (exactly one `finish_reason` each).
 
         The request is submitted at the first iteration. Leaving early (break, `aclose`, cancellation) aborts it.
         Deltas that arrive while the caller is busy are merged into one per choice. Before the first delta:
         `InvalidRequestError`, `OverloadedError`; at any time `EngineDeadError` (all `EngineError`s).
+        request_id: a name for it, by which it can be cancelled; several requests may share one.
         """
-        request = self._submit(prompt, params or SamplingParams(), namespace)
+        request = self._submit(prompt, params or SamplingParams(), namespace, request_id)
         try:
             while (delta := await request.stream.next()) is not None:
                 yield delta
@@ -116,32 +117,84 @@ class FrontEnd:
         *,
         listener: Callable[[], None],
         namespace: str = "",
+        request_id: str = "",
     ) -> RequestStream:
         """Submit a request whose news are taken from within `listener`, which is called whenever there are some.
 
         It costs a fraction of `generate`, which wakes a task for each delta. Raises as `generate` does. The stream must
         be closed, which aborts what still runs.
         """
-        request = self._submit(prompt, params or SamplingParams(), namespace)
+        request = self._submit(prompt, params or SamplingParams(), namespace, request_id)
         request.stream.listener = listener
         request.stream.forget = partial(self._forget, request)
         return request.stream
 
+    async def cancel(self, request_id: str) -> bool:
+        """End all requests of this name, whichever API process has them: their choices that still run end with the
+        finish reason "abort". False when there is none. Raises `EngineError`."""
+        self._check_ready()
+        if self._cancel_here(request_id):
+            return True
+        answers = self._others.cancel(request_id)
+        self._push_on()
+        return any(await asyncio.gather(*answers))
+
+    async def tokenize(
+        self, prompt: str | ChatPrompt, *, add_special_tokens: bool = True, texts: bool = False
+    ) -> TokenizedPrompt:
+        """The tokens that `prompt` would be run as. add_special_tokens: those that the tokenizer puts round a text;
+        conversations have their template's. texts: each token's own text too. Raises `EngineError`."""
+        self._check_ready()
+        message, size = question_message(
+            self._mint(1), prompt, add_special_tokens=add_special_tokens, texts=texts, info=self.info
+        )
+        answer: Tokenized = await self._tokenizers.ask(message, size)
+        return TokenizedPrompt(memoryview(answer.ids).cast("i").tolist(), list(answer.texts) if texts else None)
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens included. Raises `EngineError`."""
+        self._check_ready()
+        if not ids:
+            return ""
+        packed = pack_ids(ids, self.info.vocab_size, name="tokens")
+        answer: Detokenized = await self._tokenizers.ask(Detokenize(self._mint(1), packed), len(packed))
+        return answer.text
+
+    def totals(self) -> Totals:
+        """What all requests of the engine amounted to since its start, those of other API processes included."""
+        if self._run_dir is None:
+            raise EngineDeadError(self._detail)
+        return read_totals(self._run_dir)
+
     def _open(self, pipes: Pipes, run_dir: Path) -> None:
         """Bind the worker's pipe and read it from now on. Raises `StartupError`."""
         try:
+            self._metrics = RequestMetrics(run_dir, self._worker)
+            self._gc_clock = GcClock(self._metrics.paused)
+            self._feed = DeltaFeed(self._requests, self._metrics)
             self._ring = RingWriter(run_dir, "engine", self._worker, TurnRecord)
         except OSError as error:
             raise StartupError(f"cannot get memory for the engine's accounts: {error}") from error
+        self._run_dir = run_dir
+        self._gc_clock.start()
+        self._pipes = pipes
         self._receiver = pipes.receiver(f"engine.{self._worker}", ToEngine, high_water_mark=UNREAD_MESSAGES)
         self._fd = self._receiver.fd
         asyncio.get_running_loop().add_reader(self._fd, self._read)
 
-    def _serve(self, pipes: Pipes, info: EngineInfo, *, tokenizer_workers: int) -> None:
+    def _serve(self, info: EngineInfo, *, tokenizer_workers: int) -> None:
         """Take requests from now on."""
         self.info = info
-        self._control = pipes.sender("runner.control")
-        self._tokenizers = [_Tokenizer(pipes.sender(f"tokenizer.{i}")) for i in range(tokenizer_workers)]
+        self._control = self._pipes.sender("runner.control")
+        senders = [self._pipes.sender(f"tokenizer.{i}") for i in range(tokenizer_workers)]
+        self._tokenizers = TokenizerLinks(senders, self._questions)
+        self._others = OtherWorkers(
+            self._pipes,
+            worker=self._worker,
+            workers=self._workers,
+            questions=self._questions,
+            mint=partial(self._mint, 1),
+        )
         self._state, self._detail = "ready", ""
 
     def _shut(self, detail: str) -> None:
@@ -155,39 +208,39 @@ class FrontEnd:
         if self._ring is not None:
             self._ring.close()
             self._ring = None
+        if self._run_dir is not None:
+            self._gc_clock.stop()
+            self._metrics.close()
+            self._run_dir = None
 
-    def _submit(self, prompt: str | Sequence[int] | ChatPrompt, params: SamplingParams, namespace: str) -> _Request:
+    def _check_ready(self) -> None:
         if self._state != "ready":
             raise EngineDeadError(self._detail)
+
+    def _submit(
+        self, prompt: str | Sequence[int] | ChatPrompt, params: SamplingParams, namespace: str, request_id: str = ""
+    ) -> OpenRequest:
+        arrived = time.monotonic_ns()
+        self._check_ready()
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=secrets.randbits(63))
-        rid = self._next_rid
+        rid = self._mint(params.n)
         message, size = prompt_message(rid, prompt, params, namespace, info=self.info)
-        tokenizer = min(self._tokenizers, key=lambda worker: worker.unacked_bytes)
-        if not tokenizer.sender.try_send(message):
-            raise OverloadedError("the engine has no room for another prompt now", code="overloaded")
-        self._next_rid += params.n
+        tokenizer = self._tokenizers.send(message)
         stream = RequestStream(rid, n=params.n, stop=params.stop, stop_token_ids=params.stop_token_ids)
-        request = _Request(stream, tokenizer, size)
-        for choice_rid in range(rid, rid + params.n):
-            self._requests[choice_rid] = request
-        self._open_streams += 1
+        stream.arrived = arrived
+        self._metrics.submitted(params.n)
+        request = OpenRequest(stream, tokenizer, size, request_id)
+        self._requests.add(request)
         return request
 
-    def _forget(self, request: _Request) -> None:
+    def _forget(self, request: OpenRequest) -> None:
         """Drop a request whose caller has left, and abort what still runs of it."""
-        stream, self._open_streams = request.stream, self._open_streams - 1
         request.acknowledge()
-        for choice_rid in range(stream.rid, stream.rid + stream.n):
-            del self._requests[choice_rid]
+        self._requests.remove(request)
         if self._state != "ready" or self._control is None:
             return
-        for index in stream.unfinished:
-            abort = Abort(stream.rid + index)
-            self._control.send(abort)
-            request.tokenizer.sender.send(abort)
-        if self._retry is None:
-            self._flush()
+        self._abort(request, request.stream.unfinished)
 
     def _read(self) -> None:
         """Take in what has arrived on the engine's pipe; the descriptor is edge-triggered, so leave nothing unseen."""
@@ -199,11 +252,11 @@ class FrontEnd:
             rows += len(message.rids) // 8 if isinstance(message, Deltas) else 0
             try:
                 self._handle(message)
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, IndexError):
                 logger.exception("dropped a frame whose columns contradict each other")
         middle = time.monotonic_ns()
         # after all frames that had arrived: a stream that is behind gets one longer delta
-        heard, self._heard = self._heard, {}
+        heard, self._feed.heard = self._feed.heard, {}
         for stream in heard:
             stream.notify()
         if messages:  # recorded behind the tasks that were woken
@@ -213,71 +266,80 @@ class FrontEnd:
 
     def _record(self, begin: int, middle: int, messages: int, rows: int) -> None:
         if self._ring is not None:
-            self._ring.write((begin, middle, time.monotonic_ns(), messages, rows, self._open_streams, 0))
+            self._ring.write((begin, middle, time.monotonic_ns(), messages, rows, self._requests.count, 0))
 
     def _handle(self, message: ToEngine) -> None:
         match message:
             case Deltas():
-                self._feed(message)
+                self._feed.deltas(message)
             case Encoded():
-                for rid in memoryview(message.rids).cast("Q"):
-                    if request := self._requests.get(rid):
-                        request.acknowledge()
+                self._feed.encoded(message)
             case Failed():
                 self._refuse(message)
-
-    def _feed(self, deltas: Deltas) -> None:
-        """The one loop over requests: hand each its part of a frame."""
-        text, ids = memoryview(deltas.text), memoryview(deltas.ids)
-        text_start = ids_start = 0
-        logprobs: Iterable[Sequence[TokenLogprob]]
-        logprobs = repeat((), len(deltas.rids) // 8) if deltas.logprobs is None else unpack(deltas.logprobs)
-        for rid, text_end, ids_end, finish, stop_reason, prompt_tokens, cached_tokens, entries in zip(
-            memoryview(deltas.rids).cast("Q"),
-            memoryview(deltas.text_ends).cast("i"),
-            memoryview(deltas.ids_ends).cast("i"),
-            deltas.finish,
-            memoryview(deltas.stop_reason).cast("i"),
-            memoryview(deltas.prompt_tokens).cast("i"),
-            memoryview(deltas.cached_tokens).cast("i"),
-            logprobs,
-            strict=True,
-        ):
-            request = self._requests.get(rid)
-            if request is not None:
-                stream = request.stream
-                self._heard[stream] = None
-                stream.feed(
-                    rid - stream.rid,
-                    text[text_start:text_end],
-                    ids[4 * ids_start : 4 * ids_end],
-                    finish=finish,
-                    stop_reason=stop_reason,
-                    prompt_tokens=prompt_tokens,
-                    cached_tokens=cached_tokens,
-                    logprobs=entries,
-                )
-            text_start, ids_start = text_end, ids_end
+            case Tokenized() | Detokenized():
+                self._questions.answer(message.rid, message)
+            case Cancel():
+                if self._state == "ready":
+                    self._others.tell(message, found=self._cancel_here(message.request_id))
+                    self._push_on()
+            case Cancelled():
+                self._questions.answer(message.call, message.found)
 
     def _refuse(self, failed: Failed) -> None:
-        request = self._requests.get(failed.rid)
-        if request is None:
-            return
-        request.acknowledge()
         kind = InvalidRequestError if failed.status == 400 else OverloadedError if failed.status == 503 else EngineError
         error = kind(failed.message, code=failed.code or None, param=failed.param)
+        request = self._requests.get(failed.rid)
+        if request is None:
+            self._questions.fail(failed.rid, error)
+            return
+        request.acknowledge()
+        request.refused = True
         request.stream.fail(error, gone=failed.rid - request.stream.rid)
 
+    def _cancel_here(self, request_id: str) -> bool:
+        """Cancel what runs under this name in this process; whether there was something."""
+        found = False
+        for request in self._requests.named(request_id):
+            cancelled = request.stream.cancel(time.monotonic_ns())
+            self._abort(request, cancelled)
+            found = found or bool(cancelled)
+        return found
+
+    def _abort(self, request: OpenRequest, choices: Iterable[int]) -> None:
+        """Have `choices` of a request end wherever they are."""
+        assert self._control is not None
+        for index in choices:
+            if not request.refused:
+                self._feed.count_end(request.stream, index, "abort", at_ns=time.monotonic_ns())
+            abort = Abort(request.stream.rid + index)
+            self._control.send(abort)
+            request.tokenizer.sender.send(abort)
+        self._push_on()
+
+    def _push_on(self) -> None:
+        """Have what was just sent leave, now or as soon as there is room."""
+        if self._retry is None:
+            self._flush()
+
+    def _mint(self, count: int) -> int:
+        """The first of `count` rids that nobody has had."""
+        rid = self._next_rid
+        self._next_rid += count
+        return rid
+
     def _flush(self) -> None:
-        """Push on aborts that found a pipe full, now and until none is left."""
+        """Push on what found a pipe full, now and until nothing is left."""
         self._retry = None
         if self._state != "ready" or self._control is None:
             return
-        flushed = [sender.flush() for sender in (self._control, *(worker.sender for worker in self._tokenizers))]
+        tokenizers = (link.sender for link in self._tokenizers)
+        flushed = [sender.flush() for sender in (self._control, *tokenizers, *self._others.senders)]
         if not all(flushed):
             self._retry = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._flush)
 
     def _end_streams(self, state: HealthState, detail: str) -> None:
         self._state, self._detail = state, detail
-        for request in set(self._requests.values()):
-            request.stream.fail(EngineDeadError(detail, code="engine_dead"))
+        error = EngineDeadError(detail, code="engine_dead")
+        for request in self._requests:
+            request.stream.fail(error)
+        self._questions.fail_all(error)

@@ -11,7 +11,7 @@ from asyncengine.engine_info import EngineInfo
 from asyncengine.errors import InvalidRequestError
 from asyncengine.sampling import SamplingParams
 from asyncengine.streams import ChatPrompt
-from asyncengine.wire.messages import EncodeChat, EncodeIds, EncodeText
+from asyncengine.wire.messages import EncodeChat, EncodeIds, EncodeText, TokenizeChat, TokenizeText
 from asyncengine.wire.pipes import MAX_MESSAGE_BYTES
 
 MAX_PROMPT_BYTES = MAX_MESSAGE_BYTES // 2
@@ -28,42 +28,78 @@ def prompt_message(
 ) -> tuple[EncodeText | EncodeIds | EncodeChat, int]:
     """The message and its prompt's size in bytes; raises `InvalidRequestError`."""
     message: EncodeText | EncodeIds | EncodeChat
+    if params.priority and info.scheduling_policy != "priority":
+        raise InvalidRequestError(
+            f"priority {params.priority} would change nothing: the engine's scheduling policy is "
+            f"{info.scheduling_policy}, not priority",
+            code="unsupported_parameter",
+            param="priority",
+        )
     for stop in params.stop:
         _utf8("stop", stop)
     _utf8("namespace", namespace)
     if isinstance(prompt, str):
         message, size = EncodeText(rid, prompt, params, namespace), len(_utf8("prompt", prompt))
     elif isinstance(prompt, ChatPrompt):
-        if not info.has_chat_template:
-            raise InvalidRequestError(
-                f"{info.model} has no chat template; use text or token ids", code="no_chat_template"
-            )
-        messages = _json("messages", prompt.messages)
-        kwargs = _json("template_kwargs", prompt.template_kwargs) if prompt.template_kwargs else b""
+        messages, kwargs = _conversation(prompt, info)
         message = EncodeChat(rid, messages, params, namespace, prompt.add_generation_prompt, kwargs)
         size = len(messages) + len(kwargs)
     else:
         ids = pack_ids(prompt, info.vocab_size)
         message, size = EncodeIds(rid, ids, params, namespace), len(ids)
-    if size > MAX_PROMPT_BYTES:
-        raise InvalidRequestError(
-            f"the prompt is {size} bytes long; at most {MAX_PROMPT_BYTES} are accepted", code="prompt_too_large"
-        )
+    _check_size(size)
     return message, size
 
 
-def pack_ids(ids: Sequence[int], vocab_size: int) -> bytes:
-    """Token ids as an int32 array; raises `InvalidRequestError` naming the first id that is none."""
+class TokenizedPrompt(msgspec.Struct, frozen=True):
+    """A prompt's tokens; texts: each one's own, as the vocabulary writes it, where that was asked for."""
+
+    ids: list[int]
+    texts: list[str] | None = None
+
+
+def question_message(
+    rid: int, prompt: str | ChatPrompt, *, add_special_tokens: bool, texts: bool, info: EngineInfo
+) -> tuple[TokenizeText | TokenizeChat, int]:
+    """The message that only asks for a prompt's tokens, and its size in bytes; raises `InvalidRequestError`."""
+    message: TokenizeText | TokenizeChat
+    if isinstance(prompt, str):
+        message, size = TokenizeText(rid, prompt, add_special_tokens, texts), len(_utf8("prompt", prompt))
+    else:
+        messages, kwargs = _conversation(prompt, info)
+        message = TokenizeChat(rid, messages, prompt.add_generation_prompt, kwargs, texts)
+        size = len(messages) + len(kwargs)
+    _check_size(size)
+    return message, size
+
+
+def pack_ids(ids: Sequence[int], vocab_size: int, *, name: str = "prompt") -> bytes:
+    """Token ids as an int32 array; raises `InvalidRequestError` naming the first id that is none. name: the ids'."""
     if not {int} >= set(map(type, ids)) or not ids or min(ids) < 0 or max(ids) >= vocab_size:
         for position, value in enumerate(ids):
             if type(value) is not int or not 0 <= value < vocab_size:
                 raise InvalidRequestError(
-                    f"prompt[{position}] is {value!r}; a token id must be an integer from 0 to {vocab_size - 1}",
+                    f"{name}[{position}] is {value!r}; a token id must be an integer from 0 to {vocab_size - 1}",
                     code="invalid_token_id",
-                    param="prompt",
+                    param=name,
                 )
-        raise InvalidRequestError("the prompt must have at least one token", code="empty_prompt", param="prompt")
+        raise InvalidRequestError(f"{name} must have at least one token", code="empty_prompt", param=name)
     return array("i", ids).tobytes()
+
+
+def _conversation(prompt: ChatPrompt, info: EngineInfo) -> tuple[bytes, bytes]:
+    """Its messages and template variables as JSON."""
+    if not info.has_chat_template:
+        raise InvalidRequestError(f"{info.model} has no chat template; use text or token ids", code="no_chat_template")
+    kwargs = _json("template_kwargs", prompt.template_kwargs) if prompt.template_kwargs else b""
+    return _json("messages", prompt.messages), kwargs
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_PROMPT_BYTES:
+        raise InvalidRequestError(
+            f"the prompt is {size} bytes long; at most {MAX_PROMPT_BYTES} are accepted", code="prompt_too_large"
+        )
 
 
 def _json(name: str, value: object) -> bytes:

@@ -31,7 +31,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_
     filter".
     `seed` None draws a fresh seed; the same seed, prompt and parameters give the same tokens whatever else is in the
     batch on the same device. Choice `k` of `n` uses `seed + k`.
-    `max_tokens` None means "up to the model's context length". `priority`: smaller runs first.
+    `max_tokens` None means "up to the model's context length". `priority`: smaller runs first, with the scheduling
+    policy of that name; an engine with another one refuses any but 0.
     `logprobs` None reports no log-probabilities; k >= 0 the chosen token's and the k most likely tokens'. They are the
     model's own: natural logarithms, before bias, penalties and temperature.
     """

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from asyncengine.errors import EngineError
+from asyncengine.errors import EngineDeadError, EngineError
 from asyncengine.logprobs import TokenLogprob
+from asyncengine.timeline import Timeline
 from asyncengine.wire.messages import Finish
 
 FINISH_REASONS = {
@@ -30,11 +31,13 @@ class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """News of one choice of a request. `text` and `token_ids` hold only what is new; the counts are totals.
 
-    finish_reason: None while the choice runs, then exactly once "stop", "length" or "abort".
+    finish_reason: None while the choice runs, then exactly once "stop", "length" or, when the request was cancelled,
+    "abort".
     stop_reason: the stop token id or stop string that ended it, None for any other end.
     logprobs: when asked, of the choice's tokens in order, each with the delta that shows its first character. All
     deltas together have one for every token but those whose text is not shown because the choice ended: the
     end-of-sequence or stop token, and tokens that begin at or after a stop string that was cut.
+    timeline: of the choice, with its last delta.
     """
 
     index: int
@@ -46,6 +49,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprob] = []
+    timeline: Timeline | None = None
 
 
 class _Choice:
@@ -55,9 +59,12 @@ class _Choice:
         "cached_tokens",
         "completion_tokens",
         "finish",
+        "first_seen",
         "ids",
+        "last_seen",
         "logprobs",
         "prompt_tokens",
+        "stamps",
         "stop_reason",
         "text",
     )
@@ -71,6 +78,8 @@ class _Choice:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.completion_tokens = 0
+        self.stamps = (0, 0, 0)  # gpu_runner's: queued, started, first token
+        self.first_seen = self.last_seen = 0  # ns
 
 
 class RequestStream:
@@ -91,6 +100,8 @@ class RequestStream:
         "_stop_token_ids",
         "_unfinished",
         "_waiter",
+        "arrived",
+        "encoded",
         "forget",
         "listener",
         "rid",
@@ -107,15 +118,44 @@ class RequestStream:
         self._waiter: asyncio.Future[None] | None = None
         self.listener: Callable[[], None] | None = None
         self.forget: Callable[[], None] | None = None
+        self.arrived = 0  # when it was submitted, ns; 0 for a stream that keeps no timelines
+        self.encoded = 0
 
     @property
-    def n(self) -> int:
-        return len(self._choices)
+    def rids(self) -> range:
+        """Of its choices."""
+        return range(self.rid, self.rid + len(self._choices))
 
     @property
     def unfinished(self) -> list[int]:
         """Choices that still run as far as this process has heard."""
         return sorted(self._unfinished)
+
+    def open(self, index: int, queued: int, started: int, computed: int) -> None:
+        """Take in when gpu_runner got choice `index`, planned it and had its first token."""
+        self._choices[index].stamps = (queued, started, computed)
+
+    def timeline(self, index: int) -> Timeline:
+        """Of choice `index`, as far as it has come."""
+        choice = self._choices[index]
+        queued, started, computed = choice.stamps
+        return Timeline(
+            arrived=self.arrived,
+            encoded=self.encoded or queued,
+            queued=queued,
+            started=started,
+            computed=computed,
+            seen=choice.first_seen,
+            finished=choice.last_seen,
+        )
+
+    def num_tokens(self, index: int) -> int:
+        """Tokens of choice `index` so far."""
+        return self._choices[index].completion_tokens
+
+    def prompt_tokens(self, index: int) -> int:
+        """Tokens of choice `index`'s prompt; 0 before its first news."""
+        return self._choices[index].prompt_tokens
 
     def feed(
         self,
@@ -128,15 +168,24 @@ class RequestStream:
         prompt_tokens: int,
         cached_tokens: int,
         logprobs: Sequence[TokenLogprob] = (),
-    ) -> None:
-        """Add news of choice `index`: `text` in UTF-8, `ids` an int32 array as bytes, the rest as in `Deltas`."""
+        now: int = 0,
+    ) -> int | None:
+        """Add news of choice `index`: `text` in UTF-8, `ids` an int32 array as bytes, the rest as in `Deltas`; `now`:
+        when they came, ns. Returns when it had news before, 0 for its first, None if it has ended already."""
         if index not in self._unfinished:
-            return
+            return None
+        choice = self._choices[index]
+        before, choice.last_seen = choice.last_seen, now
+        if not before:
+            choice.first_seen = now
         if finish == Finish.ERROR:
             message = f"the model produced token id {stop_reason}, which is outside its tokenizer's vocabulary"
             self.fail(EngineError(message, code="invalid_output_token"), gone=index)
-            return
-        choice = self._choices[index]
+            return before
+        if finish == Finish.ABORT:  # of an abort that came from here, nothing more would be heard
+            error = EngineDeadError("the engine stopped before the answer was complete", code="aborted")
+            self.fail(error, gone=index)
+            return before
         choice.text += text
         choice.ids += ids
         choice.logprobs += logprobs
@@ -149,6 +198,7 @@ class RequestStream:
             self._unfinished.discard(index)
         self._pending[index] = None
         self._wake()
+        return before
 
     def fail(self, error: EngineError, *, gone: int | None = None) -> None:
         """End the stream with `error` once pending news has been taken; choice `gone` is known to run no longer."""
@@ -158,6 +208,21 @@ class RequestStream:
             self._error = error
             self._wake()
             self.notify()
+
+    def cancel(self, now: int) -> list[int]:
+        """End every choice that still runs with "abort", behind what it has produced, at `now` (ns). Returns these
+        choices; none of a stream that has failed."""
+        if self._error is not None:
+            return []
+        cancelled = self.unfinished
+        for index in cancelled:
+            self._choices[index].finish = Finish.ABORT
+            self._choices[index].last_seen = now
+            self._pending[index] = None
+        self._unfinished.clear()
+        self._wake()
+        self.notify()
+        return cancelled
 
     def notify(self) -> None:
         """Call the listener, if there is one."""
@@ -215,6 +280,7 @@ class RequestStream:
             finish_reason=FINISH_REASONS[Finish(choice.finish)] if choice.finish else None,
             stop_reason=self._stop_reason(choice),
             logprobs=logprobs,
+            timeline=self.timeline(index) if choice.finish and self.arrived else None,
         )
 
     def _stop_reason(self, choice: _Choice) -> int | str | None:

@@ -143,6 +143,7 @@ class Supervisor:
         return EngineInfo(
             model=self._config.served_model_name or model.served_name,
             model_path=str(model.path),
+            scheduling_policy=self._config.scheduling_policy,
             has_chat_template=tokenizer.has_chat_template,
             **msgspec.structs.asdict(runner),
         )
@@ -210,6 +211,7 @@ class Supervisor:
             model_path=str(model.path),
             run_dir=str(self._run_dir.path),
             listen_fds=self._listen_fds if child.role == "api_worker" else (),
+            api_workers=self._api_workers,
         )
 
     async def _watch(self, child: Child) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from asyncengine.wire.messages import Deltas, Finish
+from asyncengine.wire.messages import Deltas, Finish, Open, Openings
 from asyncengine.wire.pipes import Sender
 from detokenizer_proc import logprob_columns
 from detokenizer_proc.logprob_columns import ShownLogprobs
@@ -14,14 +14,27 @@ MAX_DELTAS_BYTES = 4 * 1024 * 1024
 
 
 class PendingDelta:
-    """New text and ids of one request since its last `Deltas` entry. `queued`: it waits in its outbox."""
+    """New text and ids of one request since its last `Deltas` entry. `queued`: it waits in its outbox. `opened`: its
+    `Open`, until the first entry has been sent."""
 
-    __slots__ = ("cached_tokens", "finish", "ids", "logprobs", "prompt_tokens", "queued", "rid", "stop_reason", "text")
+    __slots__ = (
+        "cached_tokens",
+        "finish",
+        "ids",
+        "logprobs",
+        "opened",
+        "prompt_tokens",
+        "queued",
+        "rid",
+        "stop_reason",
+        "text",
+    )
 
-    def __init__(self, rid: int, prompt_tokens: int, cached_tokens: int) -> None:
-        self.rid = rid
-        self.prompt_tokens = prompt_tokens
-        self.cached_tokens = cached_tokens
+    def __init__(self, opened: Open) -> None:
+        self.rid = opened.rid
+        self.prompt_tokens = opened.prompt_tokens
+        self.cached_tokens = opened.cached_tokens
+        self.opened: Open | None = opened
         self.text: list[str] = []
         self.ids: list[int] = []
         self.logprobs: ShownLogprobs | None = None
@@ -65,6 +78,7 @@ class DeltaOutbox:
                 delta.text.clear()
                 delta.ids.clear()
                 delta.logprobs = None
+                delta.opened = None
                 delta.queued = False
         return True
 
@@ -102,5 +116,16 @@ def _to_wire(waiting: list[PendingDelta]) -> tuple[Deltas, int]:
         prompt_tokens=array("i", [delta.prompt_tokens for delta in batch]).tobytes(),
         cached_tokens=array("i", [delta.cached_tokens for delta in batch]).tobytes(),
         logprobs=logprob_columns.to_wire([delta.logprobs for delta in batch]) if logprob_bytes else None,
+        openings=_openings(batch),
     )
     return message, len(batch)
+
+
+def _openings(batch: list[PendingDelta]) -> Openings | None:
+    opened = [(row, delta.opened) for row, delta in enumerate(batch) if delta.opened is not None]
+    if not opened:
+        return None
+    stamps = array("q")
+    for _, first in opened:
+        stamps.extend((first.queued_ns, first.started_ns, first.first_token_ns))
+    return Openings(array("i", [row for row, _ in opened]).tobytes(), stamps.tobytes())

@@ -56,7 +56,7 @@ class Row:
         self.stream = stream
         self.include_stop = include_stop
         self.outbox = outbox
-        self.delta = PendingDelta(opened.rid, opened.prompt_tokens, opened.cached_tokens)
+        self.delta = PendingDelta(opened)
         self.gate: StopSearch | LogprobGate | None = LogprobGate(search, self.delta) if logprobs else search
 
 

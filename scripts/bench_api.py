@@ -138,7 +138,11 @@ def server(api_workers: int, streams: int, steps_per_s: float) -> Iterator[tuple
     workers = ["--api-workers", str(api_workers)] if api_workers > 1 else []
     process = subprocess.Popen(
         [sys.executable, __file__, "serve", "--port", "0", "--max-num-seqs", str(streams), *workers],
-        env=os.environ | {"PYTHONPATH": str(SCRIPTS), "ASYNCENGINE_REPLAY_STEP_MS": str(1e3 / steps_per_s)},
+        env=os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join((str(SCRIPTS.parent), str(SCRIPTS))),
+            "ASYNCENGINE_REPLAY_STEP_MS": str(1e3 / steps_per_s),
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

@@ -9,7 +9,15 @@ import numpy as np
 
 from asyncengine.errors import InvalidRequestError
 from asyncengine.sampling import SamplingParams
-from asyncengine.wire.messages import DetokenizeOptions, EncodeChat, EncodeIds, EncodeText, Failed, Generate
+from asyncengine.wire.messages import (
+    DetokenizeOptions,
+    EncodeChat,
+    EncodeIds,
+    EncodeText,
+    Failed,
+    Generate,
+    TokenizeChat,
+)
 from tokenizer_proc.chat_template import ChatTemplate, Rendered
 from tokenizer_proc.conversation import parse_conversation, parse_template_kwargs
 from tokenizer_proc.vocabulary import Int32, Vocabulary
@@ -44,19 +52,20 @@ class PromptEncoder:
             try:
                 match job:
                     case EncodeText():
-                        self._check_size(job.text, "prompt")
+                        self.check_size(job.text, "prompt")
                         texts[place] = job.text
                     case EncodeChat():
-                        chats[place] = self._render(job)
+                        chats[place] = self.render(job)
                     case EncodeIds():
-                        ids[place] = _read_ids(job.ids)
+                        ids[place] = read_ids(job.ids)
             except InvalidRequestError as error:
-                failed[place] = _failed(job.rid, error)
+                failed[place] = refusal(job.rid, error)
         ids.update(zip(texts, self._vocabulary.encode_prompts(list(texts.values())), strict=True))
         ids.update(zip(chats, self._vocabulary.encode_chats(list(chats.values())), strict=True))
         return [failed[place] if place in failed else self._finish(job, ids[place]) for place, job in enumerate(jobs)]
 
-    def _render(self, job: EncodeChat) -> Rendered:
+    def render(self, job: EncodeChat | TokenizeChat) -> Rendered:
+        """A conversation as text. Raises `InvalidRequestError`."""
         if self._template is None:
             raise InvalidRequestError(
                 "the model has no chat template: use a plain prompt, or start the server with --chat-template",
@@ -68,7 +77,7 @@ class PromptEncoder:
             add_generation_prompt=job.add_generation_prompt,
             kwargs=parse_template_kwargs(job.template_kwargs),
         )
-        self._check_size(rendered.text, "messages")
+        self.check_size(rendered.text, "messages")
         return rendered
 
     def _finish(self, job: Job, ids: Int32 | None) -> Generate | Failed:
@@ -79,7 +88,7 @@ class PromptEncoder:
             self._check_ids(ids, job.params, param)
             max_tokens = self._max_tokens(len(ids), job.params, param)
         except InvalidRequestError as error:
-            return _failed(job.rid, error)
+            return refusal(job.rid, error)
         options = DetokenizeOptions(
             stop=job.params.stop,
             skip_special_tokens=job.params.skip_special_tokens,
@@ -96,7 +105,7 @@ class PromptEncoder:
             namespace=job.namespace,
         )
 
-    def _check_size(self, text: str, param: str) -> None:
+    def check_size(self, text: str, param: str) -> None:
         """Refuse a text that cannot fit without tokenizing all of it: long texts of one letter take seconds."""
         if len(text) <= self._probe_chars:
             return
@@ -162,13 +171,14 @@ class PromptEncoder:
         return room if params.max_tokens is None else params.max_tokens
 
 
-def _read_ids(data: bytes) -> Int32:
+def read_ids(data: bytes) -> Int32:
+    """Raises `InvalidRequestError`."""
     if len(data) % 4:
         raise InvalidRequestError("the prompt's ids are not an array of 32-bit integers", param="prompt")
     return np.frombuffer(data, dtype="<i4")
 
 
-def _failed(rid: int, error: InvalidRequestError) -> Failed:
+def refusal(rid: int, error: InvalidRequestError) -> Failed:
     return Failed(
         rid=rid, status=error.status, message=error.message, code=error.code or "invalid_value", param=error.param
     )

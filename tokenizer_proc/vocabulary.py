@@ -58,6 +58,20 @@ class Vocabulary:
                 results[place] = ids
         return results
 
+    def encode_text(self, text: str, *, add_special_tokens: bool) -> Int32 | None:
+        """One text; control tokens in it are control tokens. None when the tokenizer cannot encode it."""
+        (ids,) = self._encode([text], add_special_tokens=add_special_tokens)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, all below `size`, special tokens included."""
+        (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=False)
+        return str(text)
+
+    def token_text(self, token: int) -> str:
+        """How the vocabulary writes `token`; "" for a number that it leaves out."""
+        return self._tokenizer.id_to_token(token) or ""
+
     def count_tokens(self, text: str) -> int:
         """Tokens of `text` as part of a prompt; 0 when it cannot be encoded."""
         (ids,) = self._encode([text], add_special_tokens=False)

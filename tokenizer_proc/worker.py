@@ -19,19 +19,23 @@ from asyncengine.tokenizer_file import TokenizerFile, load_tokenizer
 from asyncengine.wire.accounting import RingWriter, TurnRecord
 from asyncengine.wire.messages import (
     Abort,
+    Detokenize,
     EncodeChat,
     Encoded,
     EncodeIds,
     EncodeText,
     Failed,
     Generate,
+    TokenizeChat,
     TokenizerInfo,
+    TokenizeText,
     ToTokenizer,
 )
 from asyncengine.wire.pipes import Pipes, Sender
 from asyncengine.wire.sidecar import HEARTBEAT_SECONDS, Reporter
 from tokenizer_proc.chat_template import ChatTemplate
 from tokenizer_proc.prompt_encoder import Job, PromptEncoder
+from tokenizer_proc.token_service import Question, TokenService
 from tokenizer_proc.vocabulary import Vocabulary
 
 TURN_MESSAGES = 512
@@ -52,7 +56,8 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
     template = _chat_template(config, file, vocabulary)
     encoder = PromptEncoder(vocabulary=vocabulary, template=template, max_model_len=_max_model_len(config, file))
     ring = RingWriter(config.run_dir, config.role, config.index, TurnRecord)
-    worker = Worker(index=config.index, encoder=encoder, pipes=pipes, ring=ring)
+    service = TokenService(vocabulary, encoder)
+    worker = Worker(index=config.index, encoder=encoder, service=service, pipes=pipes, ring=ring)
     reporter.ready(TokenizerInfo(vocab_size=vocabulary.size, has_chat_template=template is not None))
     while True:
         if reporter.heartbeat_due():
@@ -69,32 +74,47 @@ def one_turn(messages: Iterator[ToTokenizer]) -> Iterator[ToTokenizer]:
     while size < TURN_BYTES and (message := next(messages, None)) is not None:
         yield message
         match message:
-            case EncodeText():
+            case EncodeText() | TokenizeText():
                 size += len(message.text)
-            case EncodeChat():
+            case EncodeChat() | TokenizeChat():
                 size += len(message.messages)
-            case EncodeIds():
+            case EncodeIds() | Detokenize():
                 size += len(message.ids)
 
 
 class Worker:
     """One turn at a time: messages in, batch through the encoder, results out in order of arrival."""
 
-    def __init__(self, *, index: int, encoder: PromptEncoder, pipes: Pipes, ring: RingWriter[TurnRecord]) -> None:
+    def __init__(
+        self,
+        *,
+        index: int,
+        encoder: PromptEncoder,
+        service: TokenService,
+        pipes: Pipes,
+        ring: RingWriter[TurnRecord],
+    ) -> None:
         """ring: where each turn is recorded."""
         self._index = index
         self._ring = ring
         self._encoder = encoder
+        self._service = service
         self._pipes = pipes
         self._runner = pipes.sender("runner.requests")
         self._engines: dict[int, Sender] = {}
-        self._counts = {"requests": 0, "prompt_tokens": 0, "failed": 0, "dropped": 0}
+        self._counts = {"requests": 0, "prompt_tokens": 0, "failed": 0, "dropped": 0, "questions": 0}
 
     def turn(self, messages: Iterable[ToTokenizer]) -> None:
-        """Encode and pass on. A request is dropped when all its choices are aborted within the same turn; the aborts
-        themselves always go on, behind whatever they may refer to."""
+        """Encode and pass on, then answer questions. A request is dropped when all its choices are aborted within the
+        same turn; the aborts themselves always go on, behind whatever they may refer to."""
         begin = time.monotonic_ns()
-        arrived = list(messages)
+        arrived: list[Job | Abort] = []
+        questions: list[Question] = []
+        for message in messages:
+            if isinstance(message, Question):
+                questions.append(message)
+            else:
+                arrived.append(message)
         aborted = {message.rid for message in arrived if isinstance(message, Abort)}
         kept = [message for message in arrived if isinstance(message, Abort) or not _all_aborted(message, aborted)]
         outcomes = iter(self._encoder.encode([message for message in kept if not isinstance(message, Abort)]))
@@ -112,8 +132,13 @@ class Worker:
         for requests in encoded.values():
             self._report(requests)
         self._counts["dropped"] += len(arrived) - len(kept)
+        for question in questions:
+            self._engine(question.rid).send(self._service.answer(question))
+        self._counts["questions"] += len(questions)
         tokens = self._counts["prompt_tokens"] - tokens
-        self._ring.write((begin, middle, time.monotonic_ns(), len(arrived), tokens, 0, self._runner.backlog))
+        self._ring.write(
+            (begin, middle, time.monotonic_ns(), len(arrived) + len(questions), tokens, 0, self._runner.backlog)
+        )
 
     def flush(self) -> bool:
         """Move what waits towards its readers; False while gpu_runner is too far behind to take more."""
@@ -130,7 +155,9 @@ class Worker:
         """Tell the API worker of all of `requests` that they are on their way."""
         num_tokens = np.array([len(request.ids) // 4 for request in requests], dtype=np.int32)
         rids = np.array([request.rid for request in requests], dtype=np.uint64)
-        self._engine(requests[0].rid).send(Encoded(self._index, rids.tobytes(), num_tokens.tobytes()))
+        self._engine(requests[0].rid).send(
+            Encoded(self._index, rids.tobytes(), num_tokens.tobytes(), time.monotonic_ns())
+        )
         self._counts["requests"] += len(requests)
         self._counts["prompt_tokens"] += int(num_tokens.sum())
 

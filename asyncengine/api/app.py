@@ -14,6 +14,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 from asyncengine.api.backend import Backend
 from asyncengine.api.errors import errors_as_json
 from asyncengine.api.routes import Routes
+from asyncengine.api.status_routes import StatusRoutes
+from asyncengine.api.token_routes import TokenRoutes
 from asyncengine.errors import StartupError
 
 MIN_BODY_BYTES = 4 * 1024 * 1024
@@ -35,6 +37,8 @@ def make_app(backend: Backend) -> web.Application:
     max_body = max(MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN * backend.info.max_model_len)
     app = web.Application(middlewares=[errors_as_json], client_max_size=max_body)
     Routes(backend).add_to(app)
+    TokenRoutes(backend).add_to(app)
+    StatusRoutes(backend).add_to(app)
     return app
 
 

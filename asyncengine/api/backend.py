@@ -6,6 +6,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
 from asyncengine.engine_info import EngineInfo, Health
+from asyncengine.metrics import Totals
+from asyncengine.prompt_messages import TokenizedPrompt
 from asyncengine.sampling import SamplingParams
 from asyncengine.streams import ChatPrompt, Delta
 
@@ -32,10 +34,28 @@ class Backend(Protocol):
     @property
     def health(self) -> Health: ...
 
+    def gauges(self) -> dict[str, int]: ...
+
+    def totals(self) -> Totals: ...
+
     def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, namespace: str = ""
+        self, prompt: Prompt, params: SamplingParams | None = None, *, namespace: str = "", request_id: str = ""
     ) -> AsyncGenerator[Delta, None]: ...
 
     def subscribe(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, listener: Callable[[], None], namespace: str = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        listener: Callable[[], None],
+        namespace: str = "",
+        request_id: str = "",
     ) -> Subscription: ...
+
+    async def cancel(self, request_id: str) -> bool: ...
+
+    async def tokenize(
+        self, prompt: str | ChatPrompt, *, add_special_tokens: bool = True, texts: bool = False
+    ) -> TokenizedPrompt: ...
+
+    async def detokenize(self, ids: Sequence[int]) -> str: ...

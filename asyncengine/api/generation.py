@@ -15,7 +15,7 @@ from asyncengine.api.relay import Relay
 from asyncengine.api.shapes import Answer, Shape
 from asyncengine.api.sse import DONE, EventStream, event
 from asyncengine.api.usage import UsageCounter
-from asyncengine.errors import EngineDeadError, EngineError
+from asyncengine.errors import EngineError
 from asyncengine.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -26,11 +26,20 @@ class Generation:
     which aborts what still runs."""
 
     def __init__(
-        self, *, backend: Backend, prompts: Sequence[Prompt], params: SamplingParams, shape: Shape, include_usage: bool
+        self,
+        *,
+        backend: Backend,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        namespace: str,
+        shape: Shape,
+        include_usage: bool,
     ) -> None:
+        """namespace: whose prefixes the prompts may share."""
         self._backend = backend
         self._prompts = prompts
         self._params = params
+        self._namespace = namespace
         self._shape = shape
         self._include_usage = include_usage
         self._usage = UsageCounter(n=params.n)
@@ -49,7 +58,16 @@ class Generation:
         """The answer as events. Raises `EngineError` before anything is sent, and then no more: a failure after that
         is the stream's last event. Of several prompts one may be refused when another's text is already out."""
         out = EventStream(request, headers)
-        with closing(Relay(self._backend, self._prompts, self._params, events=self._events, out=out)) as relay:
+        relay = Relay(
+            self._backend,
+            self._prompts,
+            self._params,
+            namespace=self._namespace,
+            request_id=self._shape.id,
+            events=self._events,
+            out=out,
+        )
+        with closing(relay):
             first = await relay.first()
             try:
                 await out.start(first)
@@ -78,15 +96,15 @@ class Generation:
         return b"".join([self._shape.chunk(index, delta) for index, delta in news])
 
     async def _news(self) -> AsyncGenerator[News, None]:
-        streams = [self._backend.generate(prompt, self._params) for prompt in self._prompts]
+        streams = [
+            self._backend.generate(prompt, self._params, namespace=self._namespace, request_id=self._shape.id)
+            for prompt in self._prompts
+        ]
         async with aclosing(merge(streams, self._params.n)) as batches:
             async for news in batches:
                 self._count(news)
                 yield news
 
     def _count(self, news: News) -> None:
-        """Raises `EngineDeadError` for an end that nobody asked for."""
         for index, delta in news:
-            if delta.finish_reason == "abort":
-                raise EngineDeadError("the engine stopped before the answer was complete", code="aborted")
             self._usage.add(index, delta)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncengine.api.schema import (
@@ -12,6 +13,7 @@ from asyncengine.api.schema import (
     ChatRequest,
     CompletionRequest,
     Message,
+    TemplateValue,
 )
 from asyncengine.errors import InvalidRequestError
 from asyncengine.streams import ChatPrompt
@@ -51,7 +53,16 @@ def completion_prompts(request: CompletionRequest) -> list[str | list[int]]:
 
 def chat_prompt(request: ChatRequest) -> ChatPrompt:
     """The conversation for the model's chat template. Raises `InvalidRequestError`."""
-    kwargs = request.chat_template_kwargs or {}
+    return conversation(request.messages, request.add_generation_prompt, request.chat_template_kwargs)
+
+
+def conversation(
+    messages: Sequence[Message],
+    add_generation_prompt: bool | None,
+    template_kwargs: Mapping[str, TemplateValue] | None,
+) -> ChatPrompt:
+    """As `chat_prompt`, of the fields alone."""
+    kwargs = template_kwargs or {}
     for name in kwargs:
         if name not in TEMPLATE_KWARGS:
             raise InvalidRequestError(
@@ -60,8 +71,8 @@ def chat_prompt(request: ChatRequest) -> ChatPrompt:
                 param="chat_template_kwargs",
             )
     return ChatPrompt(
-        messages=[_template_message(message, f"messages[{i}]") for i, message in enumerate(request.messages)],
-        add_generation_prompt=request.add_generation_prompt is not False,
+        messages=[_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)],
+        add_generation_prompt=add_generation_prompt is not False,
         template_kwargs=dict(kwargs),
     )
 

@@ -27,6 +27,8 @@ class Relay:
         *,
         events: Callable[[News], bytes],
         out: EventStream,
+        namespace: str = "",
+        request_id: str = "",
     ) -> None:
         self._n = params.n
         self._events = events
@@ -37,7 +39,10 @@ class Relay:
         self._subscriptions: list[Subscription] = []
         try:
             for prompt in prompts:
-                self._subscriptions.append(backend.subscribe(prompt, params, listener=self._hear))
+                subscription = backend.subscribe(
+                    prompt, params, listener=self._hear, namespace=namespace, request_id=request_id
+                )
+                self._subscriptions.append(subscription)
         except BaseException:
             self.close()
             raise

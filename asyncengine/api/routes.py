@@ -1,31 +1,28 @@
-"""The routes and what each does."""
+"""The routes that generate, and the models they know."""
 
 from __future__ import annotations
 
-import asyncio
+import re
 import time
 from collections.abc import Sequence
 
-import msgspec
 from aiohttp import web
 
 from asyncengine.api.backend import Backend, Prompt
-from asyncengine.api.errors import BodyTimeoutError, NotFoundError
+from asyncengine.api.errors import NotFoundError
 from asyncengine.api.generation import Generation
 from asyncengine.api.prompts import chat_prompt, completion_prompts
-from asyncengine.api.schema import GenerationRequest, Parsed, R, parse_chat, parse_completion
-from asyncengine.api.shapes import ChatShape, CompletionShape, Shape
+from asyncengine.api.request_body import ignored_fields_header, json_body, json_response
+from asyncengine.api.schema import REQUEST_NAME, GenerationRequest, Parsed, R, parse_chat, parse_completion
+from asyncengine.api.shapes import AnswerOptions, ChatShape, CompletionShape, Shape
+from asyncengine.engine_info import EngineInfo
 from asyncengine.errors import InvalidRequestError
 
-IGNORED_FIELDS_HEADER = "x-ignored-fields"
-MAX_REPORTED_FIELDS = 32
-MAX_REPORTED_NAME_CHARS = 64
-BODY_SECONDS = 60.0
-"""A client that takes longer to send its body holds a connection and memory for nothing."""
+REQUEST_ID_HEADER = "X-Request-Id"
 
 
 class Routes:
-    """Handlers of one engine. None of them but the two generating ones makes the engine do anything."""
+    """Handlers of one engine."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -34,38 +31,44 @@ class Routes:
     def add_to(self, app: web.Application) -> None:
         app.router.add_post("/v1/completions", self.completions, name="completions")
         app.router.add_post("/v1/chat/completions", self.chat_completions, name="chat_completions")
+        app.router.add_post("/v1/requests/{id}/cancel", self.cancel, name="cancel")
         app.router.add_get("/v1/models", self.models, name="models")
         # a model's name may hold slashes, as a hub id does
         app.router.add_get("/v1/models/{model:.+}", self.model, name="model")
-        app.router.add_get("/health", self.health, name="health")
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        parsed = parse_completion(await _json_body(request))
-        return await self._generate(request, parsed, completion_prompts(parsed.request), CompletionShape)
+        received_ns = time.monotonic_ns()
+        parsed = parse_completion(await json_body(request))
+        return await self._generate(request, parsed, completion_prompts(parsed.request), CompletionShape, received_ns)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        parsed = parse_chat(await _json_body(request))
-        return await self._generate(request, parsed, [chat_prompt(parsed.request)], ChatShape)
+        received_ns = time.monotonic_ns()
+        parsed = parse_chat(await json_body(request))
+        return await self._generate(request, parsed, [chat_prompt(parsed.request)], ChatShape, received_ns)
+
+    async def cancel(self, request: web.Request) -> web.Response:
+        name = request.match_info["id"]
+        if not await self._backend.cancel(name):
+            raise NotFoundError(f"no request {name[:128]!r} is running", code="request_not_found", param="id")
+        return json_response({"id": name, "object": "request", "status": "cancelled"})
 
     async def models(self, request: web.Request) -> web.Response:
-        return _json({"object": "list", "data": [self._model_card()]})
+        return json_response({"object": "list", "data": [self._model_card()]})
 
     async def model(self, request: web.Request) -> web.Response:
-        self._check_model(request.match_info["model"])
-        return _json(self._model_card())
-
-    async def health(self, request: web.Request) -> web.Response:
-        health = self._backend.health
-        if health.state == "ready":
-            return _json({"status": "ok"})
-        return _json({"status": health.state, "reason": health.detail}, status=503)
+        check_model(request.match_info["model"], self._backend.info)
+        return json_response(self._model_card())
 
     async def _generate(
-        self, request: web.Request, parsed: Parsed[R], prompts: Sequence[Prompt], shape: type[Shape]
+        self,
+        request: web.Request,
+        parsed: Parsed[R],
+        prompts: Sequence[Prompt],
+        shape: type[Shape],
+        received_ns: int,
     ) -> web.StreamResponse:
         asked: GenerationRequest = parsed.request
-        if asked.model is not None:
-            self._check_model(asked.model)
+        check_model(asked.model, self._backend.info)
         params = asked.sampling_params()
         options = asked.stream_options
         include_usage = options is not None and bool(options.include_usage)
@@ -73,25 +76,22 @@ class Routes:
             backend=self._backend,
             prompts=prompts,
             params=params,
+            namespace=asked.cache_salt or "",
             shape=shape(
                 self._backend.info.model,
-                token_ids=bool(asked.return_token_ids),
-                logprobs=params.logprobs is not None,
-                include_usage=include_usage,
-                continuous_usage=options is not None and bool(options.continuous_usage_stats),
+                AnswerOptions(
+                    name=_request_name(request) or asked.request_id,
+                    token_ids=bool(asked.return_token_ids),
+                    logprobs=params.logprobs is not None,
+                    include_usage=include_usage,
+                    continuous_usage=options is not None and bool(options.continuous_usage_stats),
+                    timings_from=received_ns if asked.timings else None,
+                ),
             ),
             include_usage=include_usage,
         )
-        headers = {IGNORED_FIELDS_HEADER: _header_text(parsed.ignored)} if parsed.ignored else {}
+        headers = ignored_fields_header(parsed.ignored)
         return await (generation.stream(request, headers) if asked.stream else generation.respond(headers))
-
-    def _check_model(self, name: str) -> None:
-        if name != self._backend.info.model:
-            raise NotFoundError(
-                f"the model {name!r} does not exist; this server has {self._backend.info.model!r}",
-                code="model_not_found",
-                param="model",
-            )
 
     def _model_card(self) -> dict[str, object]:
         info = self._backend.info
@@ -104,25 +104,17 @@ class Routes:
         }
 
 
-async def _json_body(request: web.Request) -> bytes:
-    # a web page may send other content types anywhere without asking, this one it may not
-    if request.content_type != "application/json":
-        raise InvalidRequestError("the Content-Type header must be application/json", code="invalid_content_type")
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            return await request.read()
-    except TimeoutError:
-        raise BodyTimeoutError(f"the request body did not arrive within {BODY_SECONDS:g} seconds") from None
+def check_model(name: str | None, info: EngineInfo) -> None:
+    """Raises `NotFoundError` for another model than the engine's; None is whichever it has."""
+    if name is not None and name != info.model:
+        raise NotFoundError(
+            f"the model {name!r} does not exist; this server has {info.model!r}", code="model_not_found", param="model"
+        )
 
 
-def _json(value: object, *, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
-
-
-def _header_text(names: Sequence[str]) -> str:
-    """Names as the client sent them, made safe for a header: ASCII without controls or commas, and not too long."""
-    safe = [
-        "".join(char if "!" <= char <= "~" and char != "," else "?" for char in name[:MAX_REPORTED_NAME_CHARS])
-        for name in names[:MAX_REPORTED_FIELDS]
-    ]
-    return ", ".join(safe)
+def _request_name(request: web.Request) -> str | None:
+    """What the client, or a proxy, calls this request."""
+    name = request.headers.get(REQUEST_ID_HEADER)
+    if name is not None and not re.fullmatch(REQUEST_NAME, name):
+        raise InvalidRequestError(f"the {REQUEST_ID_HEADER} header must match {REQUEST_NAME}", code="invalid_header")
+    return name

@@ -30,6 +30,8 @@ MAX_MESSAGES = 4096
 MAX_TOOL_CALLS = 128
 MAX_PLAIN_DATA_DEPTH = 32
 DEFAULT_COMPLETION_TOKENS = 16
+REQUEST_NAME = r"^[A-Za-z0-9._:-]{1,128}$(?!\n)"
+"""What a client may call a request."""
 
 TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 TokenCount = Annotated[int, Meta(ge=1, le=INT32_MAX)]
@@ -54,7 +56,10 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What both endpoints have in common. null means the default everywhere.
 
-    return_token_ids: each choice also carries its new `token_ids`.
+    return_token_ids: each choice also carries its new `token_ids`. timings: each choice says at its end where its time
+    went (see `api.timings`). request_id: part of the answer's id, by which the
+    request can be cancelled; without it one is drawn. cache_salt: cached prefixes are shared among requests with the
+    same one. user: names the person that the client acts for, and changes nothing.
     """
 
     model: Name | None = None
@@ -80,6 +85,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    timings: bool | None = None
+    request_id: Annotated[str, Meta(pattern=REQUEST_NAME)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
     user: Name | None = None
 
     @property
@@ -165,25 +173,27 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
 
 
 R = TypeVar("R", bound=GenerationRequest)
+T = TypeVar("T", bound=msgspec.Struct)
 
 
-class Parsed(msgspec.Struct, Generic[R], frozen=True):
+class Parsed(msgspec.Struct, Generic[T], frozen=True):
     """A request, and the names of its fields that this server does not know."""
 
-    request: R
+    request: T
     ignored: list[str]
 
 
 _COMPLETION = msgspec.json.Decoder(CompletionRequest)
 _CHAT = msgspec.json.Decoder(ChatRequest)
-_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+"""Which fields a body has."""
 
 
 def parse_completion(body: bytes) -> Parsed[CompletionRequest]:
     """Raises `InvalidRequestError`."""
     request = decode_body(body, _COMPLETION)
     _check_stream_options(request)
-    given = decode_body(body, _FIELDS)
+    given = decode_body(body, FIELDS)
     return Parsed(request, ignored_fields(given, CompletionRequest.__struct_fields__, NO_EFFECT_IN_COMPLETIONS))
 
 
@@ -193,7 +203,7 @@ def parse_chat(body: bytes) -> Parsed[ChatRequest]:
     _check_stream_options(request)
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequestError("top_logprobs is only allowed when logprobs is true", param="top_logprobs")
-    given = decode_body(body, _FIELDS)
+    given = decode_body(body, FIELDS)
     return Parsed(request, ignored_fields(given, ChatRequest.__struct_fields__, NO_EFFECT_IN_CHAT))
 
 

@@ -13,9 +13,11 @@ from msgspec import UNSET, UnsetType
 
 from asyncengine.api.logprobs import ChatLogprobsJson, CompletionLogprobsJson, chat_logprobs, completion_logprobs
 from asyncengine.api.sse import event
+from asyncengine.api.timings import TimingsJson, timings
 from asyncengine.api.usage import Usage, usage_of
 from asyncengine.logprobs import TokenLogprob
 from asyncengine.streams import Delta
+from asyncengine.timeline import Timeline
 
 encode = msgspec.json.encode
 
@@ -29,12 +31,14 @@ class Answer:
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.timeline: Timeline | None = None
 
     def add(self, delta: Delta) -> None:
         self._texts.append(delta.text)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        self.timeline = delta.timeline
 
     @property
     def text(self) -> str:
@@ -42,14 +46,15 @@ class Answer:
 
 
 class ChoiceJson(msgspec.Struct, frozen=True, kw_only=True):
-    """What a choice of either endpoint has. `stop_reason` and `token_ids` are no part of OpenAI's schema: the first is
-    there when a stop token or string of the request ended the choice, the second when asked for."""
+    """What a choice of either endpoint has. `stop_reason`, `token_ids` and `timings` are no part of OpenAI's schema:
+    the first is there when a stop token or string of the request ended the choice, the others when asked for."""
 
     index: int
     logprobs: CompletionLogprobsJson | ChatLogprobsJson | None = None
     finish_reason: str | None
     stop_reason: int | str | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    timings: TimingsJson | UnsetType = UNSET
 
 
 class CompletionChoiceJson(ChoiceJson, frozen=True, kw_only=True):
@@ -75,13 +80,24 @@ class ResponseJson(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
 
 
-class Shape(ABC):
-    """Writes one response. What its chunks have in common is encoded once.
-
-    token_ids: choices carry their token ids. logprobs: whole choices have log-probabilities, though perhaps of no
-    token; a chunk has those that its delta has, else null. include_usage: a last chunk with the total usage is
-    promised, so the others say null. continuous_usage: every chunk with news carries its choice's usage so far.
+class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """name: the client's own for the request, which becomes part of its id; None draws one. token_ids: choices carry
+    their token ids. logprobs: whole choices have log-probabilities, though perhaps of no token; a chunk has those that
+    its delta has, else null. include_usage: a last chunk with the total usage is promised, so the others say null.
+    continuous_usage: every chunk with news carries its choice's usage so far. timings_from: choices that have ended
+    have timings, since this time (ns); None for none.
     """
+
+    name: str | None = None
+    token_ids: bool = False
+    logprobs: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    timings_from: int | None = None
+
+
+class Shape(ABC):
+    """Writes one response. What its chunks have in common is encoded once."""
 
     id_prefix: ClassVar[str]
     object: ClassVar[str]
@@ -89,19 +105,18 @@ class Shape(ABC):
     text_members: ClassVar[tuple[bytes, bytes]]
     """What comes before and after a choice's text in a chunk."""
 
-    def __init__(
-        self, model: str, *, token_ids: bool, logprobs: bool, include_usage: bool, continuous_usage: bool
-    ) -> None:
-        self._id = f"{self.id_prefix}-{secrets.token_hex(12)}"
+    def __init__(self, model: str, options: AnswerOptions) -> None:
+        self.id = f"{self.id_prefix}-{options.name or secrets.token_hex(12)}"
         self._created = int(time.time())
         self._model = model
-        self._token_ids = token_ids
-        self._logprobs = logprobs
-        self._continuous_usage = continuous_usage
-        head = {"id": self._id, "object": self.chunk_object, "created": self._created, "model": model}
+        self._token_ids = options.token_ids
+        self._logprobs = options.logprobs
+        self._continuous_usage = options.continuous_usage
+        self._timings_from = options.timings_from
+        head = {"id": self.id, "object": self.chunk_object, "created": self._created, "model": model}
         self._head = encode(head)[:-1] + b',"choices":['
-        self._tail = b',"usage":null}' if include_usage else b"}"
-        self._text_is_all = not token_ids and not continuous_usage
+        self._tail = b',"usage":null}' if options.include_usage else b"}"
+        self._text_is_all = not options.token_ids and not options.continuous_usage
         before, after = self.text_members
         self._before_text = b"data: " + self._head.replace(b"%", b"%%") + b'{"index":%d,' + before
         self._after_text = after + b',"logprobs":null,"finish_reason":null}]' + self._tail + b"\n\n"
@@ -124,7 +139,7 @@ class Shape(ABC):
         """The whole response, of choice index -> answer."""
         choices = [self._choice(index, answers[index]) for index in sorted(answers)]
         response = ResponseJson(
-            id=self._id, object=self.object, created=self._created, model=self._model, choices=choices, usage=usage
+            id=self.id, object=self.object, created=self._created, model=self._model, choices=choices, usage=usage
         )
         return encode(response)
 
@@ -149,11 +164,16 @@ class Shape(ABC):
             parts += (b',"stop_reason":', encode(delta.stop_reason))
         if self._token_ids:
             parts += (b',"token_ids":', encode(delta.token_ids))
+        if isinstance(spent := self._timings(delta.timeline), TimingsJson):
+            parts += (b',"timings":', encode(spent))
         if self._continuous_usage:
             parts += (b'}],"usage":', encode(usage_of(delta)), b"}")
         else:
             parts += (b"}]", self._tail)
         return event(b"".join(parts))
+
+    def _timings(self, timeline: Timeline | None) -> TimingsJson | UnsetType:
+        return UNSET if timeline is None or self._timings_from is None else timings(timeline, self._timings_from)
 
     def _ids(self, answer: Answer) -> list[int] | UnsetType:
         return answer.token_ids if self._token_ids else UNSET
@@ -180,6 +200,7 @@ class CompletionShape(Shape):
             finish_reason=answer.finish_reason,
             stop_reason=UNSET if answer.stop_reason is None else answer.stop_reason,
             token_ids=self._ids(answer),
+            timings=self._timings(answer.timeline),
         )
 
     def _logprobs_json(self, entries: Sequence[TokenLogprob]) -> CompletionLogprobsJson:
@@ -195,16 +216,8 @@ class ChatShape(Shape):
     text_members = (b'"delta":{"content":', b"}")
     _ROLE = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
 
-    def __init__(
-        self, model: str, *, token_ids: bool, logprobs: bool, include_usage: bool, continuous_usage: bool
-    ) -> None:
-        super().__init__(
-            model,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            include_usage=include_usage,
-            continuous_usage=continuous_usage,
-        )
+    def __init__(self, model: str, options: AnswerOptions) -> None:
+        super().__init__(model, options)
         self._begun: set[int] = set()
 
     def chunk(self, index: int, delta: Delta) -> bytes:
@@ -227,6 +240,7 @@ class ChatShape(Shape):
             finish_reason=answer.finish_reason,
             stop_reason=UNSET if answer.stop_reason is None else answer.stop_reason,
             token_ids=self._ids(answer),
+            timings=self._timings(answer.timeline),
         )
 
     def _logprobs_json(self, entries: Sequence[TokenLogprob]) -> ChatLogprobsJson:

@@ -23,15 +23,21 @@ _BOTH: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "kv_transfer_params": (),
     "length_penalty": (1,),
+    "logits_processors": ([],),
     "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
     "structured_outputs": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
+    "vllm_xargs": ({},),
 }
 NO_EFFECT_IN_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
     **_BOTH,
+    "add_special_tokens": (True,),
     "best_of": (1,),
     "echo": (False,),
     "prompt_embeds": (),
@@ -39,12 +45,15 @@ NO_EFFECT_IN_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
 }
 NO_EFFECT_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
     **_BOTH,
+    "add_special_tokens": (False,),
     "audio": (),
     "chat_template": (),
     "continue_final_message": (False,),
     "documents": ([],),
+    "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
@@ -56,6 +65,12 @@ NO_EFFECT_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 """Field -> its values, besides null, that change nothing."""
+NO_EFFECT_IN_TOKENIZE: Mapping[str, tuple[Any, ...]] = {
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "mm_processor_kwargs": (),
+    "tools": ([],),
+}
 
 
 def ignored_fields(

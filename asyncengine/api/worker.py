@@ -31,8 +31,7 @@ class ApiWorker(FrontEnd):
     """The front end of one API worker; `health` and the gauges are what its parent said last."""
 
     def __init__(self, config: SidecarConfig, pipes: Pipes) -> None:
-        super().__init__(worker=config.index)
-        self._pipes = pipes
+        super().__init__(worker=config.index, workers=config.api_workers)
         self._tokenizer_workers = config.engine.tokenizer_workers
         self._health = Health(state="starting", detail="the engine is starting")
         self._gauges: dict[str, int] = {}
@@ -46,7 +45,7 @@ class ApiWorker(FrontEnd):
 
     def gauges(self) -> dict[str, int]:
         """gpu_runner's gauges, plus `open_streams` of this process."""
-        return self._gauges | {"open_streams": self._open_streams}
+        return self._gauges | {"open_streams": self._requests.count}
 
     async def begun(self) -> bool:
         """Wait for the engine to be ready; False when it has ended instead."""
@@ -81,7 +80,7 @@ class ApiWorker(FrontEnd):
         self._health = health
         if not self._begun.is_set():
             info = msgspec.convert(status.info, EngineInfo)
-            self._serve(self._pipes, info, tokenizer_workers=self._tokenizer_workers)
+            self._serve(info, tokenizer_workers=self._tokenizer_workers)
             self._begun.set()
 
 

@@ -4,12 +4,13 @@ Frames are columnar: one Struct per step or batch whose `bytes` fields are littl
 `uint8`) of one length, so that encoding costs the same at any batch size. All Structs are frozen, array-like and
 untracked by the garbage collector; each pipe has one `Decoder` over the union of what it may carry.
 
-    engine -> tokenizer      EncodeText | EncodeIds | EncodeChat | Abort
+    engine -> tokenizer      EncodeText | EncodeIds | EncodeChat | Abort | TokenizeText | TokenizeChat | Detokenize
     tokenizer -> gpu_runner  Generate | Abort                              ("requests")
     engine, detokenizer -> gpu_runner  Abort | StopHit                     ("control")
     gpu_runner -> detokenizer          StepFrame
     detokenizer -> engine              Deltas
-    tokenizer -> engine                Encoded | Failed
+    tokenizer -> engine                Encoded | Failed | Tokenized | Detokenized
+    engine -> engine                   Cancel | Cancelled                 (between API workers)
     gpu_runner -> engine               Failed
     supervisor -> engine               EngineStatus                       (where API workers are processes of their own)
     every sidecar -> supervisor        Progress | Ready | Heartbeat | Fatal
@@ -85,6 +86,33 @@ class Abort(Wire, frozen=True, tag=4):
     rid: int
 
 
+class TokenizeText(Wire, frozen=True, tag=5):
+    """Only say which tokens `text` has; answered with `Tokenized`, or `Failed` for this rid. texts: each token's own
+    text too."""
+
+    rid: int
+    text: str
+    add_special_tokens: bool
+    texts: bool
+
+
+class TokenizeChat(Wire, frozen=True, tag=6):
+    """The same for a conversation; fields as in `EncodeChat`."""
+
+    rid: int
+    messages: bytes
+    add_generation_prompt: bool
+    template_kwargs: bytes
+    texts: bool
+
+
+class Detokenize(Wire, frozen=True, tag=7):
+    """Say which text `ids` (int32 array) have, special tokens included; answered with `Detokenized` or `Failed`."""
+
+    rid: int
+    ids: bytes
+
+
 # ------------------------------------------------------------------------------------------- tokenizer -> gpu_runner
 
 
@@ -125,7 +153,11 @@ class DetokenizeOptions(Wire, frozen=True, tag=20):
 
 
 class Open(Wire, frozen=True, tag=21):
-    """A row's first appearance, in the same frame as its first token (or as its end, if it ends without one)."""
+    """A row's first appearance, in the same frame as its first token (or as its end, if it ends without one).
+
+    queued_ns, started_ns, first_token_ns: when gpu_runner took it in, first planned it and had its first token; by
+    CLOCK_MONOTONIC, 0 = not told.
+    """
 
     slot: int
     gen: int
@@ -133,6 +165,9 @@ class Open(Wire, frozen=True, tag=21):
     detok: bytes
     prompt_tokens: int
     cached_tokens: int
+    queued_ns: int = 0
+    started_ns: int = 0
+    first_token_ns: int = 0
 
 
 class StepFrame(Wire, frozen=True, tag=22):
@@ -180,6 +215,14 @@ class LogprobColumns(Wire, frozen=True, tag=33):
     token_ends: bytes
 
 
+class Openings(Wire, frozen=True, tag=35):
+    """Requests of a `Deltas` that appear for the first time. rows: int32 [O], their places in it. stamps: int64 [O, 3],
+    `queued_ns`, `started_ns` and `first_token_ns` of each one's `Open`."""
+
+    rows: bytes
+    stamps: bytes
+
+
 class Deltas(Wire, frozen=True, tag=30):
     """New text of K requests of one API worker. A request appears at most once; its deltas arrive in order.
 
@@ -203,14 +246,17 @@ class Deltas(Wire, frozen=True, tag=30):
     prompt_tokens: bytes
     cached_tokens: bytes
     logprobs: LogprobColumns | None = None
+    openings: Openings | None = None
 
 
 class Encoded(Wire, frozen=True, tag=31):
-    """A batch of prompts left tokenizer worker `index` for gpu_runner. rids: uint64 [K]; num_tokens: int32 [K]."""
+    """A batch of prompts left tokenizer worker `index` for gpu_runner. rids: uint64 [K]; num_tokens: int32 [K]. at_ns:
+    when, by CLOCK_MONOTONIC; 0 = not told."""
 
     index: int
     rids: bytes
     num_tokens: bytes
+    at_ns: int = 0
 
 
 class Failed(Wire, frozen=True, tag=32):
@@ -221,6 +267,33 @@ class Failed(Wire, frozen=True, tag=32):
     message: str
     code: str
     param: str | None
+
+
+class Tokenized(Wire, frozen=True, tag=36):
+    """ids: int32 array. texts: one for each where asked, as the vocabulary writes them; else none."""
+
+    rid: int
+    ids: bytes
+    texts: tuple[str, ...]
+
+
+class Detokenized(Wire, frozen=True, tag=37):
+    rid: int
+    text: str
+
+
+class Cancel(Wire, frozen=True, tag=38):
+    """API worker `worker`, which has no such request, asks another one to cancel `request_id`, if that has it; answered
+    with `Cancelled`. call: the asker's number for this."""
+
+    call: int
+    worker: int
+    request_id: str
+
+
+class Cancelled(Wire, frozen=True, tag=39):
+    call: int
+    found: bool
 
 
 class EngineStatus(Wire, frozen=True, tag=34):
@@ -276,11 +349,11 @@ class Fatal(Wire, frozen=True, tag=43):
     message: str
 
 
-ToTokenizer = EncodeText | EncodeIds | EncodeChat | Abort
+ToTokenizer = EncodeText | EncodeIds | EncodeChat | Abort | TokenizeText | TokenizeChat | Detokenize
 ToRunner = Generate | Abort
 ToRunnerControl = Abort | StopHit
 ToDetokenizer = StepFrame
-ToEngine = Deltas | Encoded | Failed | EngineStatus
+ToEngine = Deltas | Encoded | Failed | Tokenized | Detokenized | Cancel | Cancelled | EngineStatus
 ToSupervisor = Progress | Ready | Heartbeat | Fatal
 
 

@@ -20,7 +20,8 @@ class Request:
     """One choice of one request.
 
     group: the request's first rid, shared by its choices. arrival: order of arrival, unique. slot: -1 until the request
-    has run; a retracted request keeps its slot, its tokens so far and its place in the detokenizer.
+    has run; a retracted request keeps its slot, its tokens so far and its place in the detokenizer. queued_ns,
+    started_ns: when it came and when it was first planned, by the scheduler's clock; 0 = not yet.
     """
 
     rid: int
@@ -34,6 +35,8 @@ class Request:
     arrival: int
     slot: int = -1
     preemptions: int = 0
+    queued_ns: int = 0
+    started_ns: int = 0
 
 
 class WaitingQueue:

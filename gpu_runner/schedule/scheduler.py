@@ -17,6 +17,8 @@ All per-step work is numpy over rows. Python loops touch only rows that start, e
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +44,7 @@ class Counters:
     preemptions: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     finished: int = 0
     aborted: int = 0
@@ -60,7 +63,9 @@ class Scheduler:
         eos_ids: tuple[int, ...] = (),
         policy: SchedulingPolicy = "fcfs",
         enable_prefix_caching: bool = True,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
+        """clock: in ns; of requests that come, start and have their first token, never of a step."""
         self.rows = Rows(
             num_slots=num_slots_for(max_num_seqs),
             max_model_len=max_model_len,
@@ -71,6 +76,7 @@ class Scheduler:
         self.queue = WaitingQueue(policy)
         self.counters = Counters()
         self._policy = policy
+        self._clock = clock
         self._max_num_seqs = max_num_seqs
         self._budget = max_num_batched_tokens
         self._builder = PlanBuilder(self.slots, buckets=token_buckets(max_num_batched_tokens), eos_ids=eos_ids)
@@ -106,6 +112,7 @@ class Scheduler:
         )
         if not self.rows.caching:
             namespace = f"\0{rid}"  # a prefix of its own: shared among its choices, with nobody else
+        now = self._clock()
         for choice in range(params.n):
             self.queue.push(
                 Request(
@@ -118,6 +125,7 @@ class Scheduler:
                     detok=detok,
                     namespace=namespace,
                     arrival=self._next_arrival,
+                    queued_ns=now,
                 )
             )
             self._next_arrival += 1
@@ -287,7 +295,10 @@ class Scheduler:
         slot = request.slot
         self._slot_of[request.rid] = slot
         self._running.prefill.append(slot)
+        self.counters.prefix_query_tokens += int(self.slots.known[slot])
         self.counters.prefix_hit_tokens += int(self.slots.computed[slot])
+        if not request.started_ns:
+            request.started_ns = self._clock()
         draft.started.append(slot)
         draft.write_pages(np.full(len(pages), slot, np.int32), np.arange(len(pages), dtype=np.int32), pages)
         return True
@@ -314,6 +325,9 @@ class Scheduler:
             request.detok,
             int(slots.prompt_len[slot]),
             int(slots.cached_tokens[slot]),
+            request.queued_ns,
+            request.started_ns,
+            self._clock(),
         )
 
     def _end(self, slot: int) -> None:
@@ -329,9 +343,11 @@ class Scheduler:
     def gauges(self) -> dict[str, int]:
         """Current counts and running totals. free_pages + cached_pages = total_pages when nothing runs."""
         counters, rows = self.counters, self.rows
+        short_of_pages = self._blocked is not None and self.num_running < self._max_num_seqs
         return {
             "running": self.num_running,
             "waiting": len(self.queue),
+            "waiting_for_pages": len(self.queue) if short_of_pages else 0,
             "total_pages": rows.pool.num_pages - 1,
             "free_pages": rows.pool.num_free,
             "cached_pages": rows.tree.num_evictable,
@@ -339,6 +355,7 @@ class Scheduler:
             "preemptions": counters.preemptions,
             "prefill_tokens": counters.prefill_tokens,
             "decode_tokens": counters.decode_tokens,
+            "prefix_query_tokens": counters.prefix_query_tokens,
             "prefix_hit_tokens": counters.prefix_hit_tokens,
             "finished": counters.finished,
             "aborted": counters.aborted,

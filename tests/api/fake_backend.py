@@ -9,8 +9,11 @@ from contextlib import aclosing
 from asyncengine.engine_info import EngineInfo, Health
 from asyncengine.errors import EngineError, InvalidRequestError
 from asyncengine.logprobs import TokenLogprob, TopLogprob
+from asyncengine.metrics import COUNTERS, HISTOGRAMS, HistogramTotals, Totals
+from asyncengine.prompt_messages import TokenizedPrompt
 from asyncengine.sampling import SamplingParams
 from asyncengine.streams import ChatPrompt, Delta
+from asyncengine.timeline import Timeline
 
 MODEL = "org/fake-model"
 VOCAB_SIZE = 1000
@@ -23,6 +26,9 @@ class FakeBackend:
     with "length" at `max_tokens`. Prompts are counted by character, id or message; all but one token are cached.
 
     Asked for log-probabilities, token number `k` has -k/2, and the most likely ones are those before it.
+
+    names: namespace and request id of each call. timeline: of every choice. A token is a byte of text; cancelling
+    succeeds for a completion.
 
     refusal: raised at the first iteration. failure: raised after `fail_after` deltas. hold_after: after so many deltas
     of a stream, wait until the stream is closed.
@@ -50,18 +56,36 @@ class FakeBackend:
         self.hold_after: int | None = None
         self.finish: tuple[str, int | str | None] = ("stop", None)
         self.calls: list[tuple[str | Sequence[int] | ChatPrompt, SamplingParams]] = []
+        self.timeline: Timeline | None = None
+        self.names: list[tuple[str, str]] = []
+        self.cancelled: list[str] = []
         self.completed = 0
         self.left_early = 0
+
+    def gauges(self) -> dict[str, int]:
+        return {"running": 2, "waiting": 3, "open_streams": self.open}
+
+    def totals(self) -> Totals:
+        histograms = {
+            name: HistogramTotals(bounds, (0,) * (len(bounds) + 1), 0.0) for name, bounds in HISTOGRAMS.items()
+        }
+        return Totals(dict.fromkeys(COUNTERS, 7), histograms)
 
     @property
     def open(self) -> int:
         return len(self.calls) - self.completed - self.left_early
 
     async def generate(
-        self, prompt: str | Sequence[int] | ChatPrompt, params: SamplingParams | None = None, *, namespace: str = ""
+        self,
+        prompt: str | Sequence[int] | ChatPrompt,
+        params: SamplingParams | None = None,
+        *,
+        namespace: str = "",
+        request_id: str = "",
     ) -> AsyncGenerator[Delta, None]:
         params = params or SamplingParams()
         self.calls.append((prompt, params))
+        self.names.append((namespace, request_id))
         try:
             size = self._check(prompt)
             await asyncio.sleep(0)
@@ -93,9 +117,27 @@ class FakeBackend:
         *,
         listener: Callable[[], None],
         namespace: str = "",
+        request_id: str = "",
     ) -> FakeSubscription:
         params = params or SamplingParams()
-        return FakeSubscription(self.generate(prompt, params), n=params.n, listener=listener)
+        deltas = self.generate(prompt, params, namespace=namespace, request_id=request_id)
+        return FakeSubscription(deltas, n=params.n, listener=listener)
+
+    async def cancel(self, request_id: str) -> bool:
+        self.cancelled.append(request_id)
+        return request_id.startswith("cmpl-")
+
+    async def tokenize(
+        self, prompt: str | ChatPrompt, *, add_special_tokens: bool = True, texts: bool = False
+    ) -> TokenizedPrompt:
+        if self.refusal is not None:
+            raise self.refusal
+        text = prompt if isinstance(prompt, str) else str(prompt.messages[0]["content"])
+        ids = [1] * add_special_tokens + list(text.encode())
+        return TokenizedPrompt(ids, [chr(token) for token in ids] if texts else None)
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode()
 
     def _delta(self, index: int, text: str, count: int, size: int, params: SamplingParams) -> Delta:
         finish: str | None = None
@@ -113,6 +155,7 @@ class FakeBackend:
             completion_tokens=count,
             finish_reason=finish,
             stop_reason=stop_reason,
+            timeline=None if finish is None else self.timeline,
             logprobs=[] if params.logprobs is None else [self._logprob(index, text, count, params.logprobs)],
         )
 

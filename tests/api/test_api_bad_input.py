@@ -12,7 +12,7 @@ import pytest
 from api_server import CHAT, COMPLETIONS, JSON, Server
 from fake_backend import MODEL, FakeBackend
 
-from asyncengine.api import routes
+from asyncengine.api import request_body
 from asyncengine.api.schema import ChatRequest, CompletionRequest
 
 USER = {"role": "user", "content": "hi"}
@@ -305,6 +305,13 @@ def test_the_generated_test_covers_the_integer_fields() -> None:
         (COMPLETIONS, {"echo": True, "logprobs": 1}),
         (COMPLETIONS, {"prompt_logprobs": 1}),
         (COMPLETIONS, {"suffix": "x"}),
+        (COMPLETIONS, {"add_special_tokens": False}),
+        (COMPLETIONS, {"spaces_between_special_tokens": False}),
+        (COMPLETIONS, {"return_tokens_as_token_ids": True}),
+        (COMPLETIONS, {"logits_processors": ["x"]}),
+        (COMPLETIONS, {"vllm_xargs": {"a": 1}}),
+        (CHAT, {"add_special_tokens": True}),
+        (CHAT, {"echo": True}),
         (COMPLETIONS, {"prompt_embeds": "AAAA"}),
         (CHAT, {"response_format": {"type": "nope"}}),
         (CHAT, {"response_format": {"type": "json_object"}}),
@@ -446,7 +453,7 @@ async def test_bytes_that_are_not_http_are_refused_and_not_logged(
 async def test_a_body_that_does_not_arrive_ends_its_connection(
     server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(routes, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(request_body, "BODY_SECONDS", 0.05)
     reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
     writer.write(
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"

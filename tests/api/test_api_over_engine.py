@@ -6,12 +6,12 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
-from pathlib import Path
 
 import aiohttp
 import pytest
 import pytest_asyncio
 from api_server import CHAT, COMPLETIONS, Server
+from support.python_path import PYTHON_PATH
 
 from asyncengine import AsyncEngine, ChatPrompt, EngineConfig, SamplingParams
 from asyncengine.api.app import bound_port, run_app
@@ -26,7 +26,7 @@ MESSAGES = [{"role": "user", "content": TEXT}]
 @pytest.fixture(scope="module", autouse=True)
 def environment() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+        patch.setenv("PYTHONPATH", PYTHON_PATH)
         patch.setenv("ASYNCENGINE_SCRIPT", json.dumps({"refuse_longer_than": 1000}))
         yield
 

@@ -40,7 +40,7 @@ class Engine:
         self.closed: list[RequestStream] = []
         self.refuse_after: int | None = None
 
-    def subscribe(self, prompt, params, *, listener, namespace="") -> RequestStream:  # type: ignore[no-untyped-def]
+    def subscribe(self, prompt, params, *, listener, namespace="", request_id="") -> RequestStream:  # type: ignore[no-untyped-def]
         if len(self.streams) == self.refuse_after:
             raise InvalidRequestError("no")
         stream = RequestStream(100, n=params.n, stop=(), stop_token_ids=())

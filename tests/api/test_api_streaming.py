@@ -186,14 +186,6 @@ async def test_a_fault_of_ours_is_told_without_details(
     assert "secret" not in str(answer)
 
 
-async def test_an_abort_that_the_client_did_not_ask_for_is_an_error(server: Server, backend: FakeBackend) -> None:
-    backend.finish = ("abort", None)
-    events = await server.events(COMPLETIONS, {"prompt": "a"})
-    assert events[-1]["error"]["code"] == "aborted"
-    assert not any(choice["finish_reason"] for event in events[:-1] for choice in event["choices"])
-    assert (await server.post(COMPLETIONS, {"prompt": "a"}))[0] == 500
-
-
 @pytest.mark.parametrize("body", [{"prompt": "a"}, {"prompt": ["a", "b", "c"], "n": 2}])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_leaves_aborts_its_streams(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 import pytest_asyncio
 from api_server import CHAT, COMPLETIONS, Server
+from support.python_path import PYTHON_PATH
 from support.scripted_runner import scripted_logprobs
 from support.tokenizers_cache import default_model_file
 
@@ -39,7 +39,7 @@ ASKED: list[dict[str, Any]] = [
 @pytest.fixture(scope="module", autouse=True)
 def environment() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+        patch.setenv("PYTHONPATH", PYTHON_PATH)
         patch.setenv("ASYNCENGINE_SCRIPT", "{}")
         yield
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import shutil
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 from detokenizer_ring import WAIT_MS, Piece, Ring, Row, opened, pieces
 from toy_tokenizers import BYTE_LEVEL_SIZE, HIDDEN, LONG, byte_level
 
 from asyncengine.config import API_WORKER_SHIFT
 from asyncengine.wire.accounting import RingReader, RingWriter, TurnRecord
-from asyncengine.wire.messages import Finish, Open, StopHit
+from asyncengine.wire.messages import Finish, Open, Openings, StopHit
 from asyncengine.wire.pipes import Pipes, make_run_dir
 from detokenizer_proc.vocabulary import Vocabulary
 from detokenizer_proc.worker import ENGINE_HIGH_WATER_MARK, Worker
@@ -87,6 +89,33 @@ def test_a_row_opens_runs_and_ends_at_its_limit(bench: Bench) -> None:
     assert bench.worker.gauges()["streams"] == 1
     assert bench.shown(Row(3, 1, ord("c"), Finish.LENGTH)) == [Piece(70, "c", [ord("c")], Finish.LENGTH, -1, 9, 4)]
     assert bench.worker.gauges()["streams"] == 0
+
+
+def test_what_gpu_runner_stamped_comes_once_with_the_first_entry(bench: Bench) -> None:
+    stamped = [
+        msgspec.structs.replace(opened(slot, 1, 70 + slot), queued_ns=slot, started_ns=10 + slot, first_token_ns=20)
+        for slot in (3, 4)
+    ]
+    bench.step(Row(3, 1, ord("a")), opens=(stamped[0],))
+    assert bench.ring.receive_message().openings == Openings(_int32s(0), _int64s(3, 13, 20))
+    bench.step(Row(3, 1, ord("b")), Row(4, 1, ord("c")), opens=(stamped[1],))
+    message = bench.ring.receive_message()
+    assert _rids(message.rids) == [73, 74]
+    assert message.openings == Openings(_int32s(1), _int64s(4, 14, 20))
+    bench.step(Row(3, 1, ord("d"), Finish.LENGTH), Row(4, 1, ord("e")))
+    assert bench.ring.receive_message().openings is None
+
+
+def _int32s(*values: int) -> bytes:
+    return array("i", values).tobytes()
+
+
+def _int64s(*values: int) -> bytes:
+    return array("q", values).tobytes()
+
+
+def _rids(column: bytes) -> list[int]:
+    return array("Q", column).tolist()
 
 
 def test_all_rows_of_a_frame_share_one_message(bench: Bench) -> None:

@@ -25,6 +25,19 @@ from asyncengine.sampling import SamplingParams
 from asyncengine.wire.messages import Abort, EncodeIds, ToRunnerControl, ToTokenizer
 from asyncengine.wire.pipes import Pipes
 
+INFO = EngineInfo(
+    model="m",
+    model_path="m",
+    architecture="scripted",
+    device="cpu",
+    dtype="float32",
+    vocab_size=100,
+    max_model_len=100,
+    num_pages=2,
+    weight_bytes=0,
+    kv_cache_bytes=0,
+    has_chat_template=False,
+)
 ENDLESS = {"prompt": [40, 41], "max_tokens": 1900, "ignore_eos": True, "stream": True}
 
 
@@ -247,20 +260,7 @@ async def test_a_worker_mints_rids_with_its_number_and_hears_of_no_other(short_p
     control = pipes.receiver("runner.control", ToRunnerControl)
     front = FrontEnd(worker=3)
     front._open(pipes, short_path)
-    info = EngineInfo(
-        model="m",
-        model_path="m",
-        architecture="scripted",
-        device="cpu",
-        dtype="float32",
-        vocab_size=100,
-        max_model_len=100,
-        num_pages=2,
-        weight_bytes=0,
-        kv_cache_bytes=0,
-        has_chat_template=False,
-    )
-    front._serve(pipes, info, tokenizer_workers=1)
+    front._serve(INFO, tokenizer_workers=1)
     subscriptions = [front.subscribe([1, 2], SamplingParams(n=n), listener=lambda: None) for n in (2, 1)]
     for subscription in subscriptions:
         subscription.close()
@@ -294,3 +294,75 @@ def test_auto_is_several_workers_on_a_gpu_machine_with_enough_cores(monkeypatch:
     assert api_workers("auto", EngineConfig(device="cuda")) == 4
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(7)})
     assert api_workers("auto", EngineConfig(device="cuda")) == 1
+
+
+async def test_every_worker_answers_with_the_metrics_of_all(short_path: Path) -> None:
+    with running(short_path, "serve", "--port", "0", "--api-workers", "2", step_ms=5) as command:
+        url, children = serve(command)
+        body = {"prompt": [40, 41], "max_tokens": 10, "ignore_eos": True}
+
+        async def scrape(session: aiohttp.ClientSession) -> dict[str, float]:
+            async with session.get(f"{url}/metrics") as response:
+                lines = [line.rpartition(" ") for line in (await response.text()).splitlines() if line[0] != "#"]
+            return {
+                name.partition("{")[0]: float(value) for name, _, value in lines if 'finished_reason="st' not in name
+            }
+
+        async with all_connections() as session:
+            for response in await open_in_every_worker(session, url, workers_of(children)):
+                response.close()
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
+            for _ in range(20):
+                async with session.post(f"{url}/v1/completions", json=body) as response:
+                    assert response.status == 200
+            async with asyncio.timeout(20):
+                while (await scrape(session))["vllm:num_requests_running"]:
+                    await asyncio.sleep(0.01)
+            pages = [await scrape(session) for _ in range(20)]
+        name = "vllm:time_per_output_token_seconds_count"
+        assert pages[0][name] >= 9 * 20 - 20
+        assert all(page == pages[0] for page in pages)
+        command.process.terminate()
+        assert command.finish()[0] == 0
+
+
+async def test_a_request_is_cancelled_through_any_worker(short_path: Path) -> None:
+    with running(short_path, "serve", "--port", "0", "--api-workers", "3", step_ms=5) as command:
+        url, children = serve(command)
+        async with all_connections() as session:
+            held = await open_in_every_worker(session, url, workers_of(children))
+            (response,) = [await session.post(f"{url}/v1/completions", json=ENDLESS, headers={"X-Request-Id": "named"})]
+            found = []
+            for name in ("cmpl-other", "cmpl-named", "cmpl-named"):
+                # every one over a connection of its own, so by whichever worker
+                async with session.post(f"{url}/v1/requests/{name}/cancel", headers={"Connection": "close"}) as answer:
+                    found.append(answer.status)
+            assert found == [404, 200, 404]
+            *_, last, done = (await response.read()).decode().strip().split("\n\n")
+            assert json.loads(last[6:])["choices"][0]["finish_reason"] == "abort"
+            assert done == "data: [DONE]"
+            for each in held:
+                each.close()
+        command.process.terminate()
+        assert command.finish()[0] == 0
+
+
+async def test_workers_ask_each_other_for_requests_they_do_not_have(short_path: Path) -> None:
+    pipes = Pipes(short_path)
+    fronts = [FrontEnd(worker=worker, workers=3) for worker in range(3)]
+    receivers = [pipes.receiver("tokenizer.0", ToTokenizer), pipes.receiver("runner.control", ToRunnerControl)]
+    for front in fronts:
+        front._open(pipes, short_path)
+        front._serve(INFO, tokenizer_workers=1)
+    subscription = fronts[2].subscribe([1, 2], SamplingParams(n=2), listener=lambda: None, request_id="x")
+    assert not await fronts[0].cancel("y")
+    assert await fronts[0].cancel("x")
+    assert [delta.finish_reason for delta in subscription.take()] == ["abort", "abort"]
+    assert not await fronts[1].cancel("x")
+    subscription.close()
+    await until(lambda: len([*receivers[1].drain()]) == 2)
+    for front in fronts:
+        front._shut("over")
+    pipes.close()
+    for file in short_path.iterdir():
+        file.unlink()

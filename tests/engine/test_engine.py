@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import pytest_asyncio
+from support.python_path import PYTHON_PATH
 
 from asyncengine import AsyncEngine, ChatPrompt, Delta, EngineConfig, Health, SamplingParams
 from asyncengine.config import Role
@@ -24,7 +25,6 @@ from asyncengine.wire.pipes import Sender
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 MODULES: dict[Role, str] = {"gpu_runner": "support.scripted_runner"}
-TESTS = Path(__file__).parents[1]
 TEXT = "Grüße, 世界! 👨‍👩‍👧 in 3 tokens?\r\n"
 ENDLESS = SamplingParams(max_tokens=1900, ignore_eos=True)
 
@@ -37,7 +37,7 @@ def start(config: EngineConfig | None = None, **script: object) -> AsyncEngine:
 @pytest.fixture(scope="module", autouse=True)
 def environment() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(TESTS))
+        patch.setenv("PYTHONPATH", PYTHON_PATH)
         patch.setenv("ASYNCENGINE_SCRIPT", "{}")
         yield
 
@@ -124,7 +124,7 @@ async def test_a_stop_string_ends_the_answer_and_is_named(engine: AsyncEngine) -
 async def test_a_caller_that_sleeps_gets_the_rest_as_one_delta(engine: AsyncEngine) -> None:
     async with aclosing(engine.generate([40, 41], SamplingParams(max_tokens=50, ignore_eos=True))) as deltas:
         first = await anext(deltas)
-        (request,) = engine._requests.values()
+        (request,) = engine._requests
         await until(lambda: not request.stream.unfinished)
         rest = await collect(deltas)
     assert len(rest) == 1
@@ -147,7 +147,7 @@ async def test_leaving_early_aborts_the_request_wherever_it_is(engine: AsyncEngi
     await until(lambda: engine.gauges()["open_streams"] == 0 and is_idle(engine))
     await asyncio.sleep(0.3)  # one more heartbeat: nothing comes back to life
     assert is_idle(engine)
-    assert engine._requests == {}
+    assert engine._requests.count == 0
     assert [worker.unacked_bytes for worker in engine._tokenizers] == [0, 0]
 
 
@@ -204,7 +204,7 @@ async def test_a_refused_prompt_raises_what_refused_it(engine: AsyncEngine) -> N
     assert "2049" in from_tokenizer.value.message
     assert "2048" in from_tokenizer.value.message
     assert text_of(await collect(engine.generate("still here"))) == "still here"
-    assert engine._requests == {}
+    assert engine._requests.count == 0
 
 
 @pytest.mark.parametrize(

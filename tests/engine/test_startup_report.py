@@ -25,6 +25,7 @@ def info(memory: MemoryAccount, **graphs: int) -> EngineInfo:
         kv_cache_bytes=memory.kv_cache_bytes,
         has_chat_template=True,
         memory=memory,
+        scheduling_policy="fcfs",
         **graphs,
     )
 

@@ -110,10 +110,58 @@ async def test_the_stream_ends_when_every_choice_has() -> None:
     stream = make_stream(n=2)
     feed(stream, 1, "x", [1], Finish.STOP, 2)
     assert stream.unfinished == [0]
-    feed(stream, 0, "", [], Finish.ABORT)
+    feed(stream, 0, "", [], Finish.LENGTH)
     deltas = await take_all(stream)
-    assert [(delta.index, delta.finish_reason) for delta in deltas] == [(1, "stop"), (0, "abort")]
+    assert [(delta.index, delta.finish_reason) for delta in deltas] == [(1, "stop"), (0, "length")]
     assert await stream.next() is None
+
+
+async def test_a_cancelled_stream_ends_behind_what_it_has_and_hears_no_more() -> None:
+    stream = make_stream(n=3)
+    feed(stream, 1, "x", [1], Finish.STOP, 2)
+    feed(stream, 2, "y", [5])
+    assert stream.cancel(9) == [0, 2]
+    feed(stream, 2, "late", [6], Finish.LENGTH)
+    deltas = await take_all(stream)
+    assert [(delta.index, delta.text, delta.finish_reason) for delta in deltas] == [
+        (1, "x", "stop"),
+        (2, "y", "abort"),
+        (0, "", "abort"),
+    ]
+    assert stream.cancel(10) == []
+    assert stream.over
+
+
+async def test_cancelling_wakes_a_caller_and_calls_a_listener() -> None:
+    stream = make_stream()
+    heard = []
+    stream.listener = lambda: heard.append(stream.take())
+    stream.cancel(9)
+    assert [delta.finish_reason for (delta,) in heard] == ["abort"]
+    stream = make_stream()
+    taking = asyncio.create_task(take_all(stream))
+    await asyncio.sleep(0)
+    stream.cancel(9)
+    assert [delta.finish_reason for delta in await taking] == ["abort"]
+
+
+async def test_a_stream_that_has_failed_cannot_be_cancelled() -> None:
+    stream = make_stream()
+    stream.fail(EngineError("no"))
+    assert stream.cancel(9) == []
+    with pytest.raises(EngineError, match="no"):
+        await stream.next()
+
+
+async def test_an_abort_that_nobody_here_asked_for_is_an_error() -> None:
+    stream = make_stream(n=2)
+    feed(stream, 0, "a", [1])
+    feed(stream, 0, "", [], Finish.ABORT)
+    assert [delta.text for delta in stream.take()] == ["a"]
+    with pytest.raises(EngineDeadError) as error:
+        stream.take()
+    assert error.value.code == "aborted"
+    assert stream.unfinished == [1]
 
 
 @pytest.mark.parametrize(

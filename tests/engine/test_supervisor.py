@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from support.python_path import PYTHON_PATH
 
 from asyncengine import supervisor as supervisor_module
 from asyncengine.child import describe_exit, sidecar_environment
@@ -22,7 +23,6 @@ from asyncengine.errors import StartupError
 from asyncengine.run_dir import RunDir
 from asyncengine.supervisor import Supervisor
 
-TESTS = Path(__file__).parents[1]
 MODULES: dict[Role, str] = {
     "gpu_runner": "support.scripted_runner",
     "tokenizer_proc": "support.idle_tokenizer",
@@ -33,7 +33,7 @@ MODULES: dict[Role, str] = {
 @pytest.fixture(autouse=True)
 def run_dirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[Path]]]:
     """Lists the run directories there are; the test must leave none."""
-    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    monkeypatch.setenv("PYTHONPATH", PYTHON_PATH)
     parent = Path(tempfile.mkdtemp(prefix="runs-"))
     monkeypatch.setattr(tempfile, "tempdir", str(parent))
     yield lambda: [*parent.iterdir()]

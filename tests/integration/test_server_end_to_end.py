@@ -15,6 +15,7 @@ import openai
 import pytest
 import pytest_asyncio
 from openai.types.chat import ChatCompletionMessageParam
+from prometheus_client.parser import text_string_to_metric_families
 from support.tokenizers_cache import default_model_file
 
 from asyncengine import AsyncEngine, EngineConfig, InvalidRequestError, SamplingParams
@@ -238,3 +239,51 @@ async def test_a_request_larger_than_the_kv_cache_is_refused_at_once_and_blocks_
         assert "112" in refused.value.message
         deltas = [delta async for delta in engine.generate([5] * 100, SamplingParams(max_tokens=3, ignore_eos=True))]
         assert deltas[-1].completion_tokens == 3
+
+
+async def test_metrics_and_timings_of_the_real_model(url: str, engine: AsyncEngine) -> None:
+    async def scrape(session: aiohttp.ClientSession) -> dict[str, float]:
+        async with session.get(url.removesuffix("/v1") + "/metrics") as response:
+            families = text_string_to_metric_families(await response.text())
+        return {
+            sample.name: sample.value
+            for family in families
+            for sample in family.samples
+            if not sample.labels.keys() & {"le", "finished_reason", "reason"}
+        }
+
+    prompt = "The sea was calm that morning, and so were the people who had come to look at it. " * 4
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "timings": True}
+    async with aiohttp.ClientSession() as session:
+        before = await scrape(session)
+        for _ in range(2):
+            async with session.post(f"{url}/completions", json=body) as response:
+                answer = await response.json()
+        await wait_until_idle(engine)
+        await asyncio.sleep(0.5)  # gpu_runner's counts come with its next heartbeat
+        after = await scrape(session)
+    spent = {
+        name: after[f"vllm:{name}"] - before[f"vllm:{name}"]
+        for name in (
+            *(
+                "prompt_tokens_total",
+                "generation_tokens_total",
+                "prefix_cache_queries_total",
+                "prefix_cache_hits_total",
+            ),
+            *("time_to_first_token_seconds_count", "request_queue_time_seconds_count", "num_requests_running"),
+        )
+    }
+    usage = answer["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert spent["prompt_tokens_total"] == spent["prefix_cache_queries_total"] == 2 * usage["prompt_tokens"]
+    assert spent["generation_tokens_total"] == 16
+    assert spent["prefix_cache_hits_total"] == cached > 0
+    assert spent["time_to_first_token_seconds_count"] == spent["request_queue_time_seconds_count"] == 2
+    assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
+    assert after["vllm:kv_cache_usage_perc"] == 0
+    timings = answer["choices"][0]["timings"]
+    parts = ("accept", "tokenize", "queue", "prefill", "detokenize", "decode", "write")
+    assert all(timings[f"{part}_ms"] >= 0 for part in parts)
+    assert timings["prefill_ms"] > 0 < timings["decode_ms"]
+    assert sum(timings[f"{part}_ms"] for part in parts) == pytest.approx(timings["total_ms"], abs=0.01)

@@ -9,9 +9,11 @@ from support.engine_core import EngineCore
 from asyncengine.config import SchedulingPolicy
 from asyncengine.errors import InvalidRequestError
 from asyncengine.sampling import SamplingParams
-from asyncengine.wire.messages import Finish
+from asyncengine.wire.messages import Finish, Open
 from gpu_runner.schedule.buckets import bucket_for, token_buckets
+from gpu_runner.schedule.plan import StepPlan, StepResult
 from gpu_runner.schedule.scheduler import Scheduler
+from gpu_runner.schedule.step_output import StepOutput
 
 
 def prompt_of(length: int, *, seed: int = 0, vocab_size: int = 50) -> np.ndarray:
@@ -357,3 +359,65 @@ def test_plans_are_self_contained_copies() -> None:
     core.run()
     for name, value in before.items():
         assert np.array_equal(getattr(plan, name), value)
+
+
+def test_requests_are_stamped_when_they_come_when_they_start_and_at_their_first_token() -> None:
+    core = EngineCore(max_num_seqs=1)
+    times = iter(range(1, 100))
+    core.scheduler._clock = lambda: next(times)
+    opens: list[Open] = []
+    commit = core.scheduler.commit
+
+    def recording(plan: StepPlan, result: StepResult) -> StepOutput:
+        output = commit(plan, result)
+        opens.extend(output.opens)
+        return output
+
+    core.scheduler.commit = recording  # type: ignore[method-assign]
+    core.add(1, prompt_of(4), 2, n=2, ignore_eos=True)
+    core.run()
+    assert [(row.rid, row.queued_ns, row.started_ns, row.first_token_ns) for row in opens] == [
+        (1, 1, 2, 3),
+        (2, 1, 4, 5),
+    ]
+
+
+def test_a_retracted_request_keeps_the_time_at_which_it_started() -> None:
+    core = EngineCore(num_pages=8)
+    for rid in (1, 2, 3):
+        core.add(rid, prompt_of(17, seed=rid), 60, ignore_eos=True)
+    core.turn()
+    started = {request.rid: request.started_ns for request in core.scheduler.slots.request if request is not None}
+    while not core.scheduler.counters.preemptions:
+        core.turn()
+    retracted = [request for request in core.scheduler.queue if request.preemptions]
+    assert retracted
+    assert all(request.started_ns == started[request.rid] > 0 for request in retracted)
+    core.run()
+    core.assert_all_right()
+
+
+def test_the_prefix_cache_is_asked_for_every_token_of_a_request_that_starts() -> None:
+    core = EngineCore()
+    for rid in (1, 2):
+        core.add(rid, prompt_of(48), 3, ignore_eos=True)
+        core.run()
+    gauges = core.scheduler.gauges()
+    assert (gauges["prefix_query_tokens"], gauges["prefix_hit_tokens"]) == (96, 32)
+
+
+def test_requests_that_lack_pages_are_told_from_those_that_lack_a_row() -> None:
+    short_of_rows = EngineCore(max_num_seqs=1)
+    for rid in (1, 2, 3):
+        short_of_rows.add(rid, prompt_of(20, seed=rid), 5, ignore_eos=True)
+    short_of_rows.turn()
+    gauges = short_of_rows.scheduler.gauges()
+    assert (gauges["waiting"], gauges["waiting_for_pages"]) == (2, 0)
+    short_of_pages = EngineCore(num_pages=6)
+    for rid in (1, 2, 3):
+        short_of_pages.add(rid, prompt_of(40, seed=rid), 5, ignore_eos=True)
+    short_of_pages.turn()
+    gauges = short_of_pages.scheduler.gauges()
+    assert gauges["waiting"] == gauges["waiting_for_pages"] == 2
+    short_of_pages.run()
+    assert short_of_pages.scheduler.gauges()["waiting_for_pages"] == 0

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-TESTS = Path(__file__).parents[1]
+from support.python_path import PYTHON_PATH
 
 
 class Command:
@@ -22,7 +22,7 @@ class Command:
     def __init__(self, short_path: Path, *args: str, **script: object) -> None:
         self.short_path = short_path
         env = os.environ | {
-            "PYTHONPATH": str(TESTS),
+            "PYTHONPATH": PYTHON_PATH,
             "TMPDIR": str(short_path),
             "ASYNCENGINE_SCRIPT": json.dumps(script),
         }

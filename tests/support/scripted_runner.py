@@ -120,7 +120,7 @@ class ScriptedRunner:
         self._engines: dict[int, Sender] = {}
         self._slots: list[Row | None] = [None] * config.engine.max_num_seqs
         self._gens = [0] * len(self._slots)
-        self._waiting: deque[tuple[int, Generate]] = deque()
+        self._waiting: deque[tuple[int, Generate, int]] = deque()  # rid, request, when it came
         self._aborted: set[int] = set()  # slots whose rows end in the next frame without a token
         self._step = 0
 
@@ -178,7 +178,8 @@ class ScriptedRunner:
             )
             self._engine(request.rid >> API_WORKER_SHIFT).send(failed)
             return
-        self._waiting.extend((request.rid + choice, request) for choice in range(request.params.n))
+        now = time.monotonic_ns()
+        self._waiting.extend((request.rid + choice, request, now) for choice in range(request.params.n))
 
     def _abort(self, rid: int) -> None:
         self._waiting = deque(entry for entry in self._waiting if entry[0] != rid)
@@ -235,12 +236,13 @@ class ScriptedRunner:
         opens = []
         for slot, occupant in enumerate(self._slots):
             if occupant is None and self._waiting:
-                rid, request = self._waiting.popleft()
+                rid, request, queued = self._waiting.popleft()
+                now = time.monotonic_ns()
                 self._gens[slot] += 1
                 prompt = array("i", request.ids)
                 tokens = prompt if self._script.tokens is None else array("i", self._script.tokens)
                 self._slots[slot] = Row(rid, self._gens[slot], request, tokens)
-                opens.append(Open(slot, self._gens[slot], rid, request.detok, len(prompt), 0))
+                opens.append(Open(slot, self._gens[slot], rid, request.detok, len(prompt), 0, queued, now, now + 1))
         return opens
 
     def _engine(self, worker: int) -> Sender:

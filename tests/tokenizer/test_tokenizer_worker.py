@@ -20,6 +20,8 @@ from asyncengine.sampling import SamplingParams
 from asyncengine.wire.accounting import RingReader, RingWriter, TurnRecord
 from asyncengine.wire.messages import (
     Abort,
+    Detokenize,
+    Detokenized,
     EncodeChat,
     Encoded,
     EncodeIds,
@@ -30,6 +32,9 @@ from asyncengine.wire.messages import (
     Heartbeat,
     Ready,
     ToEngine,
+    TokenizeChat,
+    Tokenized,
+    TokenizeText,
     ToRunner,
     ToSupervisor,
     Wire,
@@ -37,6 +42,7 @@ from asyncengine.wire.messages import (
 from asyncengine.wire.pipes import Pipes, Receiver, make_run_dir
 from asyncengine.wire.sidecar import write_config
 from tokenizer_proc.prompt_encoder import PromptEncoder
+from tokenizer_proc.token_service import TokenService
 from tokenizer_proc.worker import TURN_BYTES, Worker, one_turn
 
 PARAMS = SamplingParams(max_tokens=4)
@@ -111,7 +117,8 @@ def worker(loaded: Callable[[str], Any], ends: Ends) -> Iterator[Worker]:
     model = loaded("smollm2")
     encoder = PromptEncoder(vocabulary=model.vocabulary, template=model.template, max_model_len=64)
     pipes = Pipes(ends.run_dir)
-    yield Worker(index=2, encoder=encoder, pipes=pipes, ring=make_account(ends.run_dir, 2))
+    service = TokenService(model.vocabulary, encoder)
+    yield Worker(index=2, encoder=encoder, service=service, pipes=pipes, ring=make_account(ends.run_dir, 2))
     pipes.close(linger_ms=100)
 
 
@@ -177,7 +184,8 @@ def test_nothing_new_is_taken_while_gpu_runner_does_not_read(loaded: Callable[[s
     run_dir = make_run_dir()
     pipes = Pipes(run_dir)
     encoder = PromptEncoder(vocabulary=model.vocabulary, template=None, max_model_len=64)
-    worker = Worker(index=0, encoder=encoder, pipes=pipes, ring=make_account(run_dir, 0))
+    service = TokenService(model.vocabulary, encoder)
+    worker = Worker(index=0, encoder=encoder, service=service, pipes=pipes, ring=make_account(run_dir, 0))
     assert worker.flush()
     worker.turn([Abort(rid) for rid in range(5000)])  # no one has bound the pipe
     assert not worker.flush()
@@ -197,6 +205,40 @@ def test_nothing_new_is_taken_while_gpu_runner_does_not_read(loaded: Callable[[s
     for path in run_dir.iterdir():
         path.unlink()
     run_dir.rmdir()
+
+
+def test_questions_are_answered_behind_the_prompts_of_their_turn_and_run_nothing(worker: Worker, ends: Ends) -> None:
+    messages = json.dumps([{"role": "user", "content": "Hello"}]).encode()
+    worker.turn(
+        [
+            TokenizeText(1, "Hello", False, True),
+            TokenizeChat(OTHER + 2, messages, False, b"", False),
+            text(3),
+            Detokenize(4, np.array([19556, 1], dtype=np.int32).tobytes()),
+            Detokenize(5, np.array([1, 49152], dtype=np.int32).tobytes()),
+            Detokenize(6, b"abc"),
+            TokenizeChat(7, b"[]", True, b"", False),
+            TokenizeText(8, "x" * 10_000, True, False),
+        ]
+    )
+    assert receive_one(ends.runner, Generate).rid == 3
+    encoded, hello, pair, outside, torn, empty, long = receive(ends.engine, 7)
+    assert isinstance(encoded, Encoded)
+    assert hello == Tokenized(1, np.array([19556], dtype=np.int32).tobytes(), ("Hello",))
+    assert pair == Detokenized(4, "Hello<|im_start|>")
+    assert [(failed.rid, failed.code) for failed in (outside, torn, empty)] == [
+        (5, "invalid_token_id"),
+        (6, "invalid_value"),
+        (7, empty.code),
+    ]
+    assert all(isinstance(failed, Failed) and failed.status == 400 for failed in (outside, torn, empty, long))
+    assert long.code == "context_length_exceeded"
+    chat = receive_one(ends.other_engine, Tokenized)
+    assert chat.rid == OTHER + 2
+    assert 19556 in np.frombuffer(chat.ids, dtype=np.int32)
+    assert chat.texts == ()
+    assert not ends.runner.wait(0)
+    assert worker.gauges()["questions"] == 7
 
 
 def test_a_turn_ends_early_when_it_has_a_lot_of_text() -> None:

@@ -24,7 +24,7 @@ PIPES: dict[str, Any] = {
     "engine": messages.ToEngine,
     "supervisor": messages.ToSupervisor,
 }
-NOT_SENT_ALONE = {messages.Open, messages.DetokenizeOptions, messages.LogprobColumns}
+NOT_SENT_ALONE = {messages.Open, messages.DetokenizeOptions, messages.LogprobColumns, messages.Openings}
 ALL = {cls for cls in vars(messages).values() if isinstance(cls, type) and issubclass(cls, Wire)} - {Wire}
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)

@@ -1,0 +1,95 @@
+"""From the detokenizers' frames to the streams and the counts of the requests that they are about."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+
+import msgspec
+
+from asyncengine.logprobs import TokenLogprob, unpack
+from asyncengine.metrics import RequestMetrics
+from asyncengine.open_requests import OpenRequests
+from asyncengine.streams import FINISH_REASONS, RequestStream
+from asyncengine.wire.messages import Deltas, Encoded, Finish, Openings
+
+
+class DeltaFeed:
+    """Hands each request its part of a frame, and counts. `heard`: streams that have news, for the owner to notify."""
+
+    def __init__(self, requests: OpenRequests, metrics: RequestMetrics) -> None:
+        self._requests = requests
+        self._metrics = metrics
+        self.heard: dict[RequestStream, None] = {}
+
+    def encoded(self, message: Encoded) -> None:
+        for rid in memoryview(message.rids).cast("Q"):
+            if request := self._requests.get(rid):
+                request.acknowledge()
+                if message.at_ns:
+                    request.stream.encoded = message.at_ns
+                    self._metrics.encoded((message.at_ns - request.stream.arrived) / 1e9)
+
+    def deltas(self, deltas: Deltas) -> None:
+        """The one loop over requests. Raises TypeError, ValueError or IndexError for columns that contradict each
+        other."""
+        now = time.monotonic_ns()
+        if deltas.openings is not None:
+            self._open(deltas, deltas.openings)
+        news: list[int] = []  # when each had news before
+        text, ids = memoryview(deltas.text), memoryview(deltas.ids)
+        text_start = ids_start = 0
+        logprobs: Iterable[Sequence[TokenLogprob]]
+        logprobs = repeat((), len(deltas.rids) // 8) if deltas.logprobs is None else unpack(deltas.logprobs)
+        for rid, text_end, ids_end, finish, stop_reason, prompt_tokens, cached_tokens, entries in zip(
+            memoryview(deltas.rids).cast("Q"),
+            memoryview(deltas.text_ends).cast("i"),
+            memoryview(deltas.ids_ends).cast("i"),
+            deltas.finish,
+            memoryview(deltas.stop_reason).cast("i"),
+            memoryview(deltas.prompt_tokens).cast("i"),
+            memoryview(deltas.cached_tokens).cast("i"),
+            logprobs,
+            strict=True,
+        ):
+            request = self._requests.get(rid)
+            if request is not None:
+                stream = request.stream
+                self.heard[stream] = None
+                before = stream.feed(
+                    rid - stream.rid,
+                    text[text_start:text_end],
+                    ids[4 * ids_start : 4 * ids_end],
+                    finish=finish,
+                    stop_reason=stop_reason,
+                    prompt_tokens=prompt_tokens,
+                    cached_tokens=cached_tokens,
+                    logprobs=entries,
+                    now=now,
+                )
+                if before is not None:
+                    news.append(before)
+                    if finish or not before:
+                        self._count_ends(stream, rid - stream.rid, bool(before), finish, now)
+            text_start, ids_start = text_end, ids_end
+        self._metrics.frame(now, news, tokens=len(deltas.ids) // 4)
+
+    def count_end(self, stream: RequestStream, index: int, reason: str, *, at_ns: int) -> None:
+        """Choice `index` is over."""
+        timeline = msgspec.structs.replace(stream.timeline(index), finished=at_ns)
+        self._metrics.ended(reason, timeline, tokens=stream.num_tokens(index))
+
+    def _count_ends(self, stream: RequestStream, index: int, begun_before: bool, finish: int, now: int) -> None:
+        """Count the first and the last news of a choice."""
+        if not begun_before and stream.num_tokens(index):
+            self._metrics.begun(stream.timeline(index), prompt_tokens=stream.prompt_tokens(index))
+        if finish:
+            self.count_end(stream, index, FINISH_REASONS.get(Finish(finish), "error"), at_ns=now)
+
+    def _open(self, deltas: Deltas, openings: Openings) -> None:
+        rids = memoryview(deltas.rids).cast("Q")
+        stamps = memoryview(openings.stamps).cast("q")
+        for place, row in enumerate(memoryview(openings.rows).cast("i")):
+            if request := self._requests.get(rids[row]):
+                request.stream.open(rids[row] - request.stream.rid, *stamps[3 * place : 3 * place + 3])

@@ -1,0 +1,168 @@
+"""No parameter is accepted and ignored: each one changes what the engine is asked, or what the client is answered."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from api_server import CHAT, COMPLETIONS, Server
+from fake_backend import FakeBackend
+
+from asyncengine.api.schema import ChatRequest, CompletionRequest
+from asyncengine.api.timings import timings
+from asyncengine.timeline import Timeline
+
+MS = 1_000_000
+TIMELINE = Timeline(
+    arrived=2 * MS, encoded=5 * MS, queued=6 * MS, started=16 * MS, computed=46 * MS, seen=47 * MS, finished=147 * MS
+)
+BASE: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "abc"},
+    CHAT: {"messages": [{"role": "user", "content": "abc"}]},
+}
+BOTH: dict[str, dict[str, Any]] = {
+    "model": {"model": "other"},
+    "max_tokens": {"max_tokens": 3},
+    "max_completion_tokens": {"max_completion_tokens": 3},
+    "min_tokens": {"min_tokens": 2},
+    "temperature": {"temperature": 0.5},
+    "top_p": {"top_p": 0.5},
+    "top_k": {"top_k": 3},
+    "min_p": {"min_p": 0.5},
+    "presence_penalty": {"presence_penalty": 1},
+    "frequency_penalty": {"frequency_penalty": 1},
+    "repetition_penalty": {"repetition_penalty": 2},
+    "logit_bias": {"logit_bias": {"5": 1}},
+    "n": {"n": 2},
+    "seed": {"seed": 7},
+    "stop": {"stop": "x"},
+    "stop_token_ids": {"stop_token_ids": [5]},
+    "ignore_eos": {"ignore_eos": True},
+    "skip_special_tokens": {"skip_special_tokens": False},
+    "include_stop_str_in_output": {"include_stop_str_in_output": True},
+    "priority": {"priority": 3},
+    "stream": {"stream": True},
+    "stream_options": {"stream": True, "stream_options": {"include_usage": True}},
+    "return_token_ids": {"return_token_ids": True},
+    "timings": {"timings": True},
+    "request_id": {"request_id": "mine"},
+    "cache_salt": {"cache_salt": "tenant"},
+}
+OWN: dict[str, dict[str, dict[str, Any]]] = {
+    COMPLETIONS: {"prompt": {"prompt": "abd"}, "logprobs": {"logprobs": 1}},
+    CHAT: {
+        "messages": {"messages": [{"role": "user", "content": "abd"}]},
+        "logprobs": {"logprobs": True},
+        "top_logprobs": {"logprobs": True, "top_logprobs": 2},
+        "add_generation_prompt": {"add_generation_prompt": False},
+        "chat_template_kwargs": {"chat_template_kwargs": {"enable_thinking": False}},
+    },
+}
+WITHOUT_EFFECT = {"user"}
+"""It tells a provider of the API who abuses it, by OpenAI's definition; nothing here could be done with it."""
+NEEDED: dict[str, dict[str, Any]] = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}}
+"""What a parameter cannot do without, and must therefore differ from."""
+
+
+def cases() -> list[tuple[str, str, dict[str, Any]]]:
+    return [(path, name, extra) for path in BASE for name, extra in (BOTH | OWN[path]).items()]
+
+
+async def outcome(server: Server, backend: FakeBackend, path: str, body: dict[str, Any]) -> tuple[Any, ...]:
+    """What the engine was asked, and the answer without what differs each time."""
+    backend.calls.clear()
+    backend.names.clear()
+    async with server.session.post(server.url + path, json=BASE[path] | body) as response:
+        text = await response.text()
+        ids = [name for _, name in backend.names]
+        for drawn in ids if "request_id" not in body else ():
+            text = text.replace(drawn, "ID")
+        text = re.sub(r'"created":\d+', "", text)
+        asked = (list(backend.calls), [namespace for namespace, _ in backend.names])
+        return response.status, text, *asked, "x-ignored-fields" in response.headers
+
+
+@pytest.mark.parametrize(("path", "name", "extra"), cases())
+async def test_every_parameter_makes_a_difference(
+    server: Server, backend: FakeBackend, path: str, name: str, extra: dict[str, Any]
+) -> None:
+    backend.timeline = TIMELINE
+    without = await outcome(server, backend, path, NEEDED.get(name, {}))
+    assert await outcome(server, backend, path, NEEDED.get(name, {})) == without
+    with_it = await outcome(server, backend, path, extra)
+    assert with_it[0] == (404 if name == "model" else 200), with_it[1]
+    assert with_it[-1] is False
+    assert with_it != without
+
+
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, CompletionRequest), (CHAT, ChatRequest)])
+def test_the_list_is_complete(path: str, body: type) -> None:
+    assert set(BOTH) | set(OWN[path]) | WITHOUT_EFFECT == set(body.__struct_fields__)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("path", BASE)
+async def test_a_user_is_accepted_and_changes_nothing(server: Server, backend: FakeBackend, path: str) -> None:
+    assert await outcome(server, backend, path, {"user": "me"}) == await outcome(server, backend, path, {})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_salt_keeps_prefixes_apart(server: Server, backend: FakeBackend, stream: bool) -> None:
+    async with server.session.post(
+        server.url + COMPLETIONS, json={"prompt": ["a", "b"], "cache_salt": "tenant-1", "stream": stream}
+    ) as response:
+        await response.read()
+    assert [namespace for namespace, _ in backend.names] == ["tenant-1", "tenant-1"]
+
+
+# ------------------------------------------------------------------------------------------------------------ timings
+
+
+def test_the_parts_of_a_timeline_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.monotonic_ns", lambda: 150 * MS)
+    spent = timings(TIMELINE, 1 * MS)
+    assert (spent.accept_ms, spent.tokenize_ms, spent.queue_ms, spent.prefill_ms) == (1, 3, 11, 30)
+    assert (spent.detokenize_ms, spent.decode_ms, spent.write_ms) == (1, 100, 3)
+    assert (spent.first_token_ms, spent.total_ms) == (46, 149)
+
+
+def test_what_did_not_happen_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.monotonic_ns", lambda: 150 * MS)
+    cancelled_in_queue = Timeline(
+        arrived=2 * MS, encoded=5 * MS, queued=0, started=0, computed=0, seen=0, finished=147 * MS
+    )
+    spent = timings(cancelled_in_queue, 1 * MS)
+    assert (spent.tokenize_ms, spent.queue_ms, spent.prefill_ms, spent.decode_ms) == (3, 142, 0, 0)
+    assert spent.total_ms == 149
+    nothing_told = Timeline(arrived=2 * MS, encoded=0, queued=0, started=0, computed=0, seen=40 * MS, finished=140 * MS)
+    spent = timings(nothing_told, 1 * MS)
+    assert (spent.tokenize_ms, spent.queue_ms, spent.decode_ms, spent.total_ms) == (38, 0, 100, 149)
+
+
+def test_stamps_that_cross_by_a_moment_give_no_negative_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.monotonic_ns", lambda: 150 * MS)
+    crossed = Timeline(
+        arrived=2 * MS,
+        encoded=17 * MS,
+        queued=6 * MS,
+        started=16 * MS,
+        computed=46 * MS,
+        seen=47 * MS,
+        finished=147 * MS,
+    )
+    spent = timings(crossed, 1 * MS)
+    assert (spent.tokenize_ms, spent.queue_ms, spent.total_ms) == (14, 0, 149)
+
+
+@pytest.mark.parametrize("path", BASE)
+async def test_each_choice_has_its_timings_at_its_end_only(server: Server, backend: FakeBackend, path: str) -> None:
+    backend.timeline = TIMELINE
+    _, whole = await server.post(path, BASE[path] | {"timings": True, "n": 2})
+    *chunks, _ = await server.events(path, BASE[path] | {"timings": True, "n": 2})
+    choices = [chunk["choices"][0] for chunk in chunks]
+    names = {f"{part}_ms" for part in ("accept", "tokenize", "queue", "prefill", "detokenize", "decode", "write")}
+    assert [set(choice["timings"]) for choice in whole["choices"]] == [names | {"first_token_ms", "total_ms"}] * 2
+    assert all(("timings" in choice) == (choice["finish_reason"] is not None) for choice in choices)
+    assert sum("timings" in choice for choice in choices) == 2
+    *chunks, _ = await server.events(path, BASE[path] | {"timings": False})
+    assert all("timings" not in chunk["choices"][0] for chunk in chunks)
