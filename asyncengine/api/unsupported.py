@@ -25,8 +25,6 @@ _BOTH: dict[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "length_penalty": (1,),
     "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }

@@ -1,0 +1,10 @@
+"""How long the mask of a slot is: a bit for each token id, the lowest of a word first, in int32 words."""
+
+from __future__ import annotations
+
+ALIGNMENT_WORDS = 4
+
+
+def mask_words(vocab: int) -> int:
+    words = -(-vocab // 32)
+    return words + -words % ALIGNMENT_WORDS

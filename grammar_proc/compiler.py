@@ -1,0 +1,106 @@
+"""From what a request asks of its text to a matcher that says, token by token, which may come next."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+
+from asyncengine.errors import EngineError
+from asyncengine.sampling import Structured
+
+MAX_JSON_DEPTH = 64
+MAX_REASON_CHARS = 300
+CACHED_GRAMMARS = 64
+WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+"""White space between tokens of JSON has an end, or a model that likes it would fill its answer with nothing else."""
+LIMITS = LLParserLimits(verbose_errors=False)
+"""Bounds the work for one token to some tens of milliseconds."""
+
+
+class GrammarError(EngineError):
+    """There is no matcher for it; the message is for whoever asked."""
+
+
+class Compiler:
+    """Compiles for one tokenizer; what was compiled lately is only copied."""
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._compiled: OrderedDict[Structured, LLMatcher] = OrderedDict()
+
+    def matcher(self, structured: Structured) -> LLMatcher:
+        """A matcher at the text's beginning. Raises `GrammarError`."""
+        compiled = self._compiled.get(structured)
+        if compiled is None:
+            compiled = self._compile(structured)
+            self._compiled[structured] = compiled
+            if len(self._compiled) > CACHED_GRAMMARS:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(structured)
+        return compiled.deep_copy()
+
+    def _compile(self, structured: Structured) -> LLMatcher:
+        try:
+            grammar = _GRAMMARS[structured.kind](structured.text)
+        except (ValueError, RecursionError) as error:
+            raise GrammarError(f"the {structured.kind} cannot be used: {_reason(str(error))}") from error
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+        check(matcher, structured)
+        return matcher
+
+
+def check(matcher: LLMatcher, structured: Structured) -> None:
+    """Raise `GrammarError` if the matcher has failed, or has come to where nothing may follow, not even the end."""
+    if matcher.is_error():
+        raise GrammarError(f"the {structured.kind} cannot be used: {_reason(matcher.get_error())}")
+    if matcher.is_stopped() and not matcher.is_accepting():
+        raise GrammarError(f"the {structured.kind} cannot be used: no text can match it")
+
+
+def _json_schema(text: str) -> str:
+    try:
+        schema = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {MAX_JSON_DEPTH} levels") from None
+    except ValueError as error:
+        raise ValueError(f"it is not valid JSON: {error}") from None
+    _check_depth(schema)
+    return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITE_SPACE})
+
+
+def _choice(text: str) -> str:
+    choices = json.loads(text)
+    if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
+        raise ValueError("it must be a list of at least one text")
+    return grammar_from("choice", text)
+
+
+_GRAMMARS: dict[str, Callable[[str], str]] = {
+    "json_schema": _json_schema,
+    "json_object": lambda text: _json_schema('{"type": "object"}'),
+    "regex": LLMatcher.grammar_from_regex,
+    "choice": _choice,
+    "grammar": lambda text: grammar_from("grammar", text),
+}
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_JSON_DEPTH):
+        children = [list(v.values()) if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)]
+        level = [child for part in children for child in part]
+        if not level:
+            return
+    raise ValueError(f"it is nested deeper than {MAX_JSON_DEPTH} levels")
+
+
+def _reason(error: str) -> str:
+    """The library's report without its drawing of the place."""
+    named = re.search(r"^error: (.*)$", error, re.MULTILINE)
+    reason = named[1] if named else error.strip().partition("\n")[0].removesuffix("<non-verbose/>")
+    return reason if len(reason) <= MAX_REASON_CHARS else f"{reason[:MAX_REASON_CHARS]}..."
