@@ -42,20 +42,10 @@ class Inbox:
         """Take in all that has arrived, without waiting."""
         self._flush()
         arrived = self._poller.wait(0)  # nearly never, and this is quicker than to find each pipe empty
+        if arrived:
+            self._take_messages()
         if self._grammar is not None and (arrived or self._grammar.busy):
             self._hear_grammar(self._grammar)
-        if not arrived:
-            return
-        for message in self._requests.drain():
-            if isinstance(message, Generate):
-                self._take(message)
-            else:
-                self._abort(message.rid)
-        for message in self._control.drain():
-            if isinstance(message, StopHit):
-                self._scheduler.stop(message.slot, message.gen)
-            elif isinstance(message, Abort):
-                self._abort(message.rid)
 
     def wait(self, timeout_ms: int) -> bool:
         """Sleep until something arrives or the time is over, and only a moment while a refusal waits for room. True if
@@ -71,6 +61,18 @@ class Inbox:
     def malformed(self) -> int:
         """Frames that were dropped because they were no message."""
         return self._requests.malformed + self._control.malformed
+
+    def _take_messages(self) -> None:
+        for message in self._requests.drain():
+            if isinstance(message, Generate):
+                self._take(message)
+            else:
+                self._abort(message.rid)
+        for message in self._control.drain():
+            if isinstance(message, StopHit):
+                self._scheduler.stop(message.slot, message.gen)
+            elif isinstance(message, Abort):
+                self._abort(message.rid)
 
     def _take(self, message: Generate) -> None:
         if message.params.structured is None:

@@ -16,8 +16,9 @@ from asyncengine.sampling import Structured
 MAX_JSON_DEPTH = 64
 MAX_REASON_CHARS = 300
 CACHED_GRAMMARS = 64
-WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,32}"
-"""White space between tokens of JSON has an end, or a model that likes it would fill its answer with nothing else."""
+WHITE_SPACE = r" |\n[ \t]{0,24}"
+"""Between two tokens of JSON: a blank, or a new line and its indentation. It has an end, and a near one: a model that
+likes it would otherwise fill its answer with nothing else."""
 LIMITS = LLParserLimits(verbose_errors=False)
 """Bounds the work for one token to some tens of milliseconds."""
 
