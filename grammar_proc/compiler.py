@@ -21,6 +21,13 @@ WHITE_SPACE = r" |\n[ \t]{0,24}"
 likes it would otherwise fill its answer with nothing else."""
 LIMITS = LLParserLimits(verbose_errors=False)
 """Bounds the work for one token to some tens of milliseconds."""
+_NO_TEXT = "no text can match it"
+_REASONS = {
+    "NoExtensionBias": _NO_TEXT,
+    "ParserTooComplex": "it is too ambiguous to be followed",
+    "LexerTooComplex": "its patterns are too complex to be followed",
+}
+"""What the library's names for failures mean."""
 
 
 class GrammarError(EngineError):
@@ -57,10 +64,10 @@ class Compiler:
 
 def check(matcher: LLMatcher, structured: Structured) -> None:
     """Raise `GrammarError` if the matcher has failed, or has come to where nothing may follow, not even the end."""
-    if matcher.is_error():
-        raise GrammarError(f"the {structured.kind} cannot be used: {_reason(matcher.get_error())}")
-    if matcher.is_stopped() and not matcher.is_accepting():
-        raise GrammarError(f"the {structured.kind} cannot be used: no text can match it")
+    failed = matcher.is_error()
+    if failed or (matcher.is_stopped() and not matcher.is_accepting()):
+        reason = _reason(matcher.get_error()) if failed else _NO_TEXT
+        raise GrammarError(f"the {structured.kind} cannot be used: {_REASONS.get(reason, reason)}")
 
 
 def _json_schema(text: str) -> str:
@@ -71,6 +78,10 @@ def _json_schema(text: str) -> str:
     except ValueError as error:
         raise ValueError(f"it is not valid JSON: {error}") from None
     _check_depth(schema)
+    if schema is True:
+        text = "{}"
+    elif not isinstance(schema, dict):
+        raise ValueError("the schema must be an object, or true")
     return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITE_SPACE})
 
 
@@ -81,10 +92,16 @@ def _choice(text: str) -> str:
     return grammar_from("choice", text)
 
 
+def _regex(pattern: str) -> str:
+    if re.search(r"(?<!\\)(\\\\)*\\\Z", pattern):
+        raise ValueError("incomplete escape sequence at its end")
+    return LLMatcher.grammar_from_regex(pattern)
+
+
 _GRAMMARS: dict[str, Callable[[str], str]] = {
     "json_schema": _json_schema,
     "json_object": lambda text: _json_schema('{"type": "object"}'),
-    "regex": LLMatcher.grammar_from_regex,
+    "regex": _regex,
     "choice": _choice,
     "grammar": lambda text: grammar_from("grammar", text),
 }

@@ -145,7 +145,7 @@ async def test_json_keeps_to_its_schema_at_any_seed(url: str, number: int) -> No
 
 
 async def test_a_json_object_is_one_whatever_it_holds(url: str) -> None:
-    answer = await complete(url, response_format={"type": "json_object"}, temperature=0, max_tokens=300)
+    answer = await complete(url, response_format={"type": "json_object"}, temperature=0, max_tokens=60)
     text, reason = answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]
     assert reason == "length" or isinstance(json.loads(text), dict)
     assert text.startswith("{")
@@ -207,12 +207,12 @@ async def test_a_stream_is_the_same_text_and_log_probabilities_are_the_models_ow
 
 
 async def test_unconstrained_neighbours_get_the_tokens_that_they_get_alone(engine: AsyncEngine) -> None:
-    free = [SamplingParams(seed=seed, max_tokens=40, ignore_eos=True) for seed in range(4)]
+    free = [SamplingParams(seed=seed, max_tokens=16, ignore_eos=True) for seed in range(4)]
     prompts = ["Once upon a time", "The weather is", "One, two, three,", "In Rome"]
     alone = [await tokens_of(engine, prompt, params) for prompt, params in zip(prompts, free, strict=True)]
     schema = json.dumps(CITY)
     bound = [
-        SamplingParams(seed=seed, max_tokens=60, structured=Structured("json_schema", schema)) for seed in range(4)
+        SamplingParams(seed=seed, max_tokens=30, structured=Structured("json_schema", schema)) for seed in range(4)
     ]
     asked = [
         *zip(prompts, free, strict=True),
@@ -231,7 +231,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"regex": "\\"}, "incomplete escape"),
     ({"json": {"type": "no such type"}}, "no such type"),
     ({"json": {"type": "object", "if": {"type": "object"}}}, "if"),
-    ({"json": False}, "schema is false"),
+    ({"json": False}, "must be an object"),
     ({"json": "{"}, "not valid JSON"),
     ({"json": {"$ref": "http://localhost:1/schema"}}, "localhost:1"),
     ({"json": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}}, "no text can match"),
