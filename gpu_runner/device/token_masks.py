@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
+import tempfile
 
 import numpy as np
 import torch
@@ -33,9 +35,8 @@ class TokenMasks:
     def __init__(self, *, num_slots: int, vocab: int, pinned: bool) -> None:
         """pinned: whether a GPU is going to read it. Raises `StartupError` where that cannot be had."""
         self.words = mask_words(vocab)
-        self.fd = os.memfd_create("token-masks")
         size = 4 * num_slots * self.words
-        os.ftruncate(self.fd, size)
+        self.fd = _shared_memory(size)
         self.array: Int32 = np.frombuffer(mmap.mmap(self.fd, size), np.int32).reshape(num_slots, self.words)
         self.tensor: Tensor = torch.from_numpy(self.array)
         """Of the same memory; [num_slots, words] int32."""
@@ -43,3 +44,14 @@ class TokenMasks:
             status = torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), size, _PORTABLE | _MAPPED)
             if int(status):
                 raise StartupError(f"the GPU cannot be given {size} bytes of the host's memory for masks: {status}")
+
+
+def _shared_memory(size: int) -> int:
+    """A descriptor of zeroed memory that a child may inherit."""
+    if sys.platform == "linux":
+        fd = os.memfd_create("token-masks")
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, size)
+    return fd

@@ -131,7 +131,12 @@ def test_the_same_structure_is_compiled_once_and_its_matchers_are_strangers(
     compiler = Compiler(tokenizer)
     compiled: list[Any] = []
     compile_one = compiler._compile
-    monkeypatch.setattr(compiler, "_compile", lambda structured: compiled.append(structured) or compile_one(structured))
+
+    def counted(structured: Structured) -> LLMatcher:
+        compiled.append(structured)
+        return compile_one(structured)
+
+    monkeypatch.setattr(compiler, "_compile", counted)
     first, second = (compiler.matcher(Structured("regex", "ab")) for _ in range(2))
     assert first.consume_token(ord("a"))
     assert allowed(second) == [ord("a")]

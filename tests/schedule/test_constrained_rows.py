@@ -37,16 +37,19 @@ class MaskedCore(EngineCore):
     def turn(self) -> bool:
         self.turns += 1
         while self.due and self.due[0][0] <= self.turns:
-            self._answer(self.due.popleft()[1])
+            work = self.due.popleft()[1]
+            self._note(work)
+            super().make_masks(work)
+            self.scheduler.check_integrity()
         plans = len(self.plans)
         busy = super().turn()
         for plan in self.plans[plans:]:
             self._check(plan)
-        work = self.scheduler.take_mask_work()
-        if work is not None:
-            self._follow(work)
-            self.due.append((self.turns + self.delay, work))
         return busy or bool(self.due)
+
+    def make_masks(self, work: MaskWork) -> None:
+        self._follow(work)
+        self.due.append((self.turns + self.delay, work))
 
     def _follow(self, work: MaskWork) -> None:
         for row in work.opened:
@@ -55,7 +58,7 @@ class MaskedCore(EngineCore):
         for slot, gen, token in zip(work.slots.tolist(), work.gens.tolist(), work.tokens.tolist(), strict=True):
             self.texts[slot, gen].append(token)
 
-    def _answer(self, work: MaskWork) -> None:
+    def _note(self, work: MaskWork) -> None:
         opened = [(row.slot, row.gen) for row in work.opened]
         for row in [*opened, *zip(work.slots.tolist(), work.gens.tolist(), strict=True)]:
             self.masked_for[row] = len(self.texts[row])
@@ -63,10 +66,6 @@ class MaskedCore(EngineCore):
             if known is not None:
                 assert known[0] == SHAPE
                 assert known[1].tolist() == self.texts[row]
-        slots = np.array([slot for slot, _ in opened], np.int32)
-        gens = np.array([gen for _, gen in opened], np.int32)
-        self.scheduler.masks_ready(np.concatenate([slots, work.slots]), np.concatenate([gens, work.gens]))
-        self.scheduler.check_integrity()
 
     def _check(self, plan: StepPlan) -> None:
         slots = self.scheduler.slots
@@ -204,7 +203,7 @@ def test_random_requests_all_end_with_their_own_tokens(seed: int) -> None:
         policy="priority" if seed % 2 else "fcfs",
         enable_prefix_caching=bool(seed % 3),
     )
-    live = []
+    live: list[int] = []
     for rid in range(0, 40, 2):
         shape: dict[str, Any] = {"structured": SHAPE} if generator.random() < 0.6 else {}
         n = int(generator.integers(1, 3))
