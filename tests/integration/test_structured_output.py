@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import signal
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import openai
 import pytest
 import pytest_asyncio
+from support.command_line import all_gone
 
 from asyncengine import AsyncEngine, EngineConfig, SamplingParams
 from asyncengine.api.app import bound_port, run_app
-from asyncengine.errors import InvalidRequestError
+from asyncengine.errors import EngineError, InvalidRequestError
 from asyncengine.sampling import Structured
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
@@ -74,7 +78,11 @@ SCHEMAS: list[dict[str, Any]] = [
 async def engine() -> AsyncIterator[AsyncEngine]:
     config = EngineConfig(device="cpu", kv_cache_tokens=8192, max_model_len=512, max_num_seqs=32)
     async with AsyncEngine.start(config) as engine:
+        assert grammar_processes(engine) == [], "nobody has asked for structured output yet"
         yield engine
+        left = grammar_processes(engine)
+        assert len(left) == 2
+    assert all_gone(left)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -87,6 +95,13 @@ async def url(engine: AsyncEngine) -> AsyncIterator[str]:
 @pytest.fixture
 def client(url: str) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
+
+
+def grammar_processes(engine: AsyncEngine) -> list[int]:
+    """Those of the engine's gpu_runner, in the order of their start."""
+    runner = engine._supervisor._children["gpu_runner", 0].process.pid
+    children = Path(f"/proc/{runner}/task/{runner}/children").read_text().split()
+    return [int(pid) for pid in children if b"grammar_proc" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 async def complete(url: str, *, status: int = 200, **fields: Any) -> dict[str, Any]:
@@ -129,6 +144,13 @@ def matches(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> bool:
             return value.keys() == set(schema["required"]) and all(
                 matches(item, properties[name], root) for name, item in value.items()
             )
+
+
+async def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
 
 
 async def tokens_of(engine: AsyncEngine, prompt: Sequence[int] | str, params: SamplingParams) -> list[int]:
@@ -273,6 +295,35 @@ async def test_a_schema_that_takes_for_ever_is_refused_and_nobody_else_notices(e
     began = time.monotonic()
     await complete(url, status=400, structured_outputs={"json": {"type": "integer", "multipleOf": 9_999_991}})
     assert time.monotonic() - began < 1
+
+
+async def test_who_leaves_while_a_schema_is_checked_leaves_nothing_behind(engine: AsyncEngine) -> None:
+    slow = Structured("json_schema", '{"type": "integer", "multipleOf": 9999973}')
+    asked = asyncio.create_task(tokens_of(engine, "Rome", SamplingParams(structured=slow, n=2)))
+    await asyncio.sleep(0.2)
+    asked.cancel()
+    free = SamplingParams(max_tokens=3, structured=Structured("choice", '["after that"]'))
+    assert await tokens_of(engine, "Rome", free)
+    gauges = engine.gauges()
+    assert (gauges["open_streams"], gauges["waiting"]) == (0, 0)
+
+
+async def test_a_killed_mask_process_costs_the_rows_that_waited_for_it_and_no_others(engine: AsyncEngine) -> None:
+    bound = SamplingParams(max_tokens=200, structured=Structured("regex", "[a-z ]{150,200}"), seed=1)
+    free = SamplingParams(max_tokens=30, ignore_eos=True, seed=1)
+    expected = await tokens_of(engine, "Once", free)
+    masks = grammar_processes(engine)[0]  # the first that was started
+    lost = asyncio.create_task(tokens_of(engine, "Rome", bound))
+    neighbour = asyncio.create_task(tokens_of(engine, "Once", free))
+    await wait_until(lambda: engine.gauges()["running"] == 2)
+    await asyncio.sleep(0.2)
+    os.kill(masks, signal.SIGKILL)
+    with pytest.raises(EngineError, match="was lost"):
+        await lost
+    assert await neighbour == expected
+    again = SamplingParams(max_tokens=20, structured=Structured("choice", '["once more"]'))
+    assert await tokens_of(engine, "Rome", again)
+    assert masks not in grammar_processes(engine)
 
 
 async def test_contradictions_are_refused() -> None:
