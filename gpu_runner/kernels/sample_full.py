@@ -19,11 +19,10 @@ from torch import Tensor
 from asyncengine.config import MAX_TOP_LOGPROBS
 from gpu_runner.kernels.logit_adjust import bias_and_count_kernel, penalise_kernel
 from gpu_runner.kernels.logprob_kernels import merge_kernel, parts_kernel
-from gpu_runner.kernels.mask_layout import mask_words
 from gpu_runner.kernels.result_layout import Results
 from gpu_runner.kernels.sample import PROGRAMS, Tiling
 from gpu_runner.kernels.step_meta import SlotState, StepMeta
-from gpu_runner.kernels.token_mask import MaskAddress, mask_logits
+from gpu_runner.kernels.token_mask import RowMasks
 
 HISTORY_BLOCK = 512
 """Tokens of a sequence at a time."""
@@ -41,7 +40,7 @@ class FullSampling:
         self, *, max_rows: int, vocab: int, device: torch.device, pdl: bool = True, tiling: Tiling = TILING
     ) -> None:
         """max_rows: the largest N of any call. tiling: how log-probabilities cut the vocabulary."""
-        self.masks = MaskAddress(device)
+        self.masks = RowMasks(max_rows=max_rows, vocab=vocab, device=device, pdl=pdl)
         self._vocab = vocab
         self._pdl = pdl and device.type != "cpu"
         self._tiling = tiling
@@ -107,7 +106,7 @@ class FullSampling:
             self._table,
             **history,
         )
-        mask_logits(logits, state, meta, self.masks, words=mask_words(self._vocab), pdl=self._pdl)
+        self.masks.apply(logits, state, meta)
 
     def after(
         self, logits: Tensor, sampled: Tensor, state: SlotState, meta: StepMeta, page_tokens: Tensor, results: Results

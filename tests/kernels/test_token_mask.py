@@ -15,12 +15,12 @@ from gpu_runner.kernels import reference_adjust
 from gpu_runner.kernels.mask_layout import mask_words
 from gpu_runner.kernels.sample import Sampler
 from gpu_runner.kernels.step_meta import StepMeta, new_step_meta
-from gpu_runner.kernels.token_mask import BLOCK, MaskAddress, mask_logits
+from gpu_runner.kernels.token_mask import BLOCK, FETCH_BLOCK, RowMasks
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Floats that overflow to infinity are meant; only the interpreter warns of them.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-VOCABS = [1, 31, 32, 33, 1000, BLOCK, BLOCK + 1, 2 * BLOCK + 77]
+VOCABS = [1, 31, 32, 33, 1000, BLOCK, BLOCK + 1, 2 * BLOCK + 77, 32 * FETCH_BLOCK + 1]
 
 
 class MaskStep:
@@ -46,15 +46,16 @@ class MaskStep:
         self.state.constrained[self.slots] = torch.from_numpy(constrained.astype(np.int32)).to(DEVICE)
         self.masks = TokenMasks(num_slots=size + 3, vocab=vocab, pinned=DEVICE.type == "cuda")
         self.masks.array[:] = generator.integers(-(2**31), 2**31, self.masks.array.shape)
-        self.address = MaskAddress(DEVICE)
-        self.address.connect(self.masks.tensor)
+        self.kernels = RowMasks(max_rows=size, vocab=vocab, device=DEVICE)
+        self.kernels._words.fill_(0x55555555)
+        self.kernels.connect(self.masks.tensor)
         self.applies = torch.from_numpy(constrained & ~done)
 
     def expected(self, logits: Tensor) -> Tensor:
         return reference_adjust.mask(logits, self.masks.tensor[torch.from_numpy(self.slots)], self.applies)
 
     def run(self, logits: Tensor) -> None:
-        mask_logits(logits, self.state, self.meta, self.address, words=self.masks.words)
+        self.kernels.apply(logits, self.state, self.meta)
 
 
 def padded(logits: Tensor, step: MaskStep) -> Tensor:
@@ -70,8 +71,8 @@ def test_the_reference_bans_what_has_no_bit() -> None:
     assert (masked[1] == 0).all()
 
 
-def test_masks_have_a_bit_for_every_id_and_begin_at_sixteen_bytes() -> None:
-    assert [mask_words(vocab) for vocab in (1, 128, 129, 49152, 151936)] == [4, 4, 8, 1536, 4748]
+def test_masks_have_a_bit_for_every_id_and_multiples_of_16_words() -> None:
+    assert [mask_words(vocab) for vocab in (1, 512, 513, 49152, 151936)] == [16, 16, 32, 1536, 4752]
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
@@ -108,11 +109,10 @@ def test_the_one_token_that_a_mask_leaves_is_drawn(temperature: float) -> None:
             assert int(out[index]) == 32 * (slot % 31) + slot % 30
 
 
-def test_logits_that_the_masks_do_not_cover_are_refused() -> None:
+def test_masks_of_another_vocabulary_are_refused() -> None:
     step = MaskStep(1, 100)
-    for logits in (torch.zeros(3, 129, device=DEVICE), torch.zeros(3, 200, device=DEVICE)[:, :100]):
-        with pytest.raises(ValueError, match="contiguous float32 rows of up to 128"):
-            step.run(logits)
+    with pytest.raises(ValueError, match="masks must have 16 words; got 8"):
+        step.kernels.connect(torch.zeros(3, 8, dtype=torch.int32))
 
 
 @pytest.mark.gpu
