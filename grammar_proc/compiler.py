@@ -89,7 +89,12 @@ def _choice(text: str) -> str:
     choices = json.loads(text)
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
         raise ValueError("it must be a list of at least one text")
-    return grammar_from("choice", text)
+    texts = [json.dumps(choice) for choice in choices if choice]
+    if not texts:
+        return LLMatcher.grammar_from_lark('start: ""')
+    # One terminal, which the lexer knows as an automaton; as rules, thousands are more than the parser takes.
+    start = "start: CHOICE?" if "" in choices else "start: CHOICE"
+    return LLMatcher.grammar_from_lark(f"{start}\nCHOICE: {' | '.join(texts)}")
 
 
 def _regex(pattern: str) -> str:
