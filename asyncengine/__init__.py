@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         StartupError,
     )
     from asyncengine.logprobs import TokenLogprob, TopLogprob
-    from asyncengine.sampling import SamplingParams
+    from asyncengine.sampling import SamplingParams, Structured
     from asyncengine.streams import ChatPrompt, Delta
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "OverloadedError",
     "SamplingParams",
     "StartupError",
+    "Structured",
     "TokenLogprob",
     "TopLogprob",
 ]
@@ -49,6 +50,7 @@ _HOME = {
     "EngineInfo": "engine_info",
     "Health": "engine_info",
     "SamplingParams": "sampling",
+    "Structured": "sampling",
     "TokenLogprob": "logprobs",
     "TopLogprob": "logprobs",
 }

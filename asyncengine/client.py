@@ -11,7 +11,7 @@ import msgspec
 
 from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError
 from asyncengine.logprobs import TokenLogprob, TopLogprob
-from asyncengine.sampling import SamplingParams
+from asyncengine.sampling import SamplingParams, Structured
 from asyncengine.streams import ChatPrompt, Delta
 
 CONNECT_SECONDS = 10.0
@@ -175,6 +175,7 @@ def _body(prompt: str | Sequence[int] | ChatPrompt, params: SamplingParams, mode
         "return_token_ids": True,
         "logit_bias": dict(params.logit_bias),
     }
+    body["structured_outputs"] = _outputs(body.pop("structured"))
     if model is not None:
         body["model"] = model
     if not isinstance(prompt, ChatPrompt):
@@ -186,6 +187,20 @@ def _body(prompt: str | Sequence[int] | ChatPrompt, params: SamplingParams, mode
         "add_generation_prompt": prompt.add_generation_prompt,
         "chat_template_kwargs": prompt.template_kwargs,
     }
+
+
+def _outputs(structured: Structured | None) -> dict[str, Any] | None:
+    """The field by which the server asks for a structure."""
+    match structured:
+        case None:
+            return None
+        case Structured(kind="json_object"):
+            return {"json_object": True}
+        case Structured(kind="json_schema"):
+            return {"json": structured.text}
+        case Structured(kind="choice"):
+            return {"choice": msgspec.json.decode(structured.text)}
+    return {structured.kind: structured.text}
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

@@ -25,6 +25,7 @@ MAX_TOP_LOGPROBS = 20
 """Most likely tokens that a step reports of a row; `sampling.MAX_LOGPROBS`."""
 DEFAULT_STEP_TOKENS_GPU = 2048
 DEFAULT_STEP_TOKENS_CPU = 256
+GrammarJob = Literal["check", "match"]
 API_WORKER_SHIFT = 56
 """A rid's top 8 bits name the API worker that minted it; the low 56 bits count."""
 
@@ -117,3 +118,22 @@ class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
     listen_fds: tuple[int, ...] = ()
     api_workers: int = 0
+
+
+class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What gpu_runner hands a grammar process over its stdin.
+
+    run_dir: where the sockets are. job: what it is for. incarnation: tells it from the one that was there before it, in
+    the name of its pipe and in what it says. eos_ids: the model's end-of-sequence tokens, at least one. mask_fd:
+    inherited memory of masks, [num_slots, mask_words] int32, bit i of a slot's words is token i; -1 where it writes
+    none.
+    """
+
+    model_path: str
+    run_dir: str
+    job: GrammarJob
+    incarnation: int
+    eos_ids: tuple[int, ...]
+    mask_fd: int = -1
+    num_slots: int = 0
+    mask_words: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal, get_args
 
 import msgspec
 
@@ -17,7 +18,43 @@ MAX_LOGIT_BIAS = 300
 """Tokens one request may bias, OpenAI's limit."""
 MAX_LOGPROBS = 20
 """Most likely tokens one request may ask to see at each position."""
+MAX_STRUCTURED_BYTES = 64 * 1024
+"""UTF-8 bytes of one schema, pattern, list of choices or grammar."""
 INT32_MAX = 2**31 - 1
+
+StructuredKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+
+
+class Structured(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a text must match from its first character to its last. Construction raises `InvalidRequestError`.
+
+    json_schema: `text` is a JSON schema; json_object: any JSON object, `text` is "". regex: a regular expression
+    without look-around and back references, matched as a whole. choice: a JSON list of texts, one of which it must be.
+    grammar: Lark's or GBNF's notation, from the rule `start` or `root`. Whether it is valid the engine finds out.
+    """
+
+    kind: StructuredKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(StructuredKind):
+            raise InvalidRequestError(
+                f"structured output must be one of {', '.join(get_args(StructuredKind))}, got {self.kind!r}",
+                param="structured_outputs",
+            )
+        try:
+            size = len(self.text.encode())
+        except UnicodeEncodeError:
+            raise InvalidRequestError(
+                f"the {self.kind} has half a surrogate pair, which no text can hold", param="structured_outputs"
+            ) from None
+        if (size == 0) != (self.kind == "json_object") or size > MAX_STRUCTURED_BYTES:
+            raise InvalidRequestError(
+                f"the {self.kind} must have "
+                + ("no text" if self.kind == "json_object" else f"1 to {MAX_STRUCTURED_BYTES} bytes")
+                + f", got {size}",
+                param="structured_outputs",
+            )
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True):
@@ -35,6 +72,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_
     policy of that name; an engine with another one refuses any but 0.
     `logprobs` None reports no log-probabilities; k >= 0 the chosen token's and the k most likely tokens'. They are the
     model's own: natural logarithms, before bias, penalties and temperature.
+    `structured` masks every token that cannot lead to a text of that structure, after all adjustments; once the text is
+    complete only an end-of-sequence token is left. `max_tokens` may cut it short.
     """
 
     n: int = 1
@@ -56,6 +95,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     priority: int = 0
+    structured: Structured | None = None
 
     def __post_init__(self) -> None:
         _int("n", self.n, 1, MAX_N)
@@ -93,6 +133,11 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_
             )
         for token in self.stop_token_ids:
             _int("stop_token_ids", token, 0, INT32_MAX)
+        if self.structured is not None and (self.ignore_eos or self.min_tokens):
+            name = "ignore_eos" if self.ignore_eos else "min_tokens"
+            raise InvalidRequestError(
+                f"{name} contradicts structured output, whose structure says where the text ends", param=name
+            )
 
 
 def _int(name: str, value: int, low: int, high: int) -> None:

@@ -13,6 +13,8 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
     from asyncengine.wire.accounting import RingWriter, StepRecord
     from gpu_runner.accounting import StepAccount
     from gpu_runner.device.build import build_executor
+    from gpu_runner.grammar.gate import GrammarGate
+    from gpu_runner.grammar.process import GrammarSetup
     from gpu_runner.inbox import Inbox
     from gpu_runner.loop import Loop
     from gpu_runner.outbox import Outbox
@@ -31,7 +33,18 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
         policy=engine.scheduling_policy,
         enable_prefix_caching=engine.enable_prefix_caching,
     )
-    inbox = Inbox(pipes=pipes, scheduler=scheduler, vocab_size=executor.model_config.vocab_size)
+    grammar = None
+    if executor.model_config.eos_ids:
+        setup = GrammarSetup(
+            model_path=config.model_path,
+            run_dir=config.run_dir,
+            eos_ids=executor.model_config.eos_ids,
+            mask_fd=executor.masks.fd,
+            num_slots=executor.num_slots,
+            mask_words=executor.masks.words,
+        )
+        grammar = GrammarGate(pipes=pipes, scheduler=scheduler, setup=setup)
+    inbox = Inbox(pipes=pipes, scheduler=scheduler, vocab_size=executor.model_config.vocab_size, grammar=grammar)
     outbox = Outbox(pipes=pipes, detokenizers=engine.detokenizer_workers)
     account = StepAccount(RingWriter(config.run_dir, config.role, config.index, StepRecord))
     # first, so that whoever hears "ready" has gauges
@@ -39,9 +52,17 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
     reporter.ready(executor.info)
     try:
         Loop(
-            scheduler=scheduler, executor=executor, inbox=inbox, outbox=outbox, reporter=reporter, account=account
+            scheduler=scheduler,
+            executor=executor,
+            inbox=inbox,
+            outbox=outbox,
+            reporter=reporter,
+            account=account,
+            grammar=grammar,
         ).run()
     finally:
+        if grammar is not None:
+            grammar.close()
         executor.close()
 
 

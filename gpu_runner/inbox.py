@@ -5,24 +5,34 @@ from __future__ import annotations
 import numpy as np
 
 from asyncengine.config import API_WORKER_SHIFT
-from asyncengine.errors import InvalidRequestError
+from asyncengine.errors import EngineError, InvalidRequestError
 from asyncengine.wire.messages import Abort, Failed, Generate, StopHit, ToRunner, ToRunnerControl
 from asyncengine.wire.pipes import Pipes, Poller, Sender
+from gpu_runner.grammar.gate import GrammarGate
 from gpu_runner.schedule.scheduler import Scheduler
 
 RETRY_MS = 1
+KEEP_TIME_MS = 20
 
 
 class Inbox:
-    """The two pipes into gpu_runner: requests from the tokenizers, control from everybody else.
+    """The pipes into gpu_runner: requests from the tokenizers, control from everybody else, and what the processes of
+    structured output say.
 
     Requests are drained first, so that an abort finds the request it chased here.
     """
 
-    def __init__(self, *, pipes: Pipes, scheduler: Scheduler, vocab_size: int) -> None:
+    def __init__(
+        self, *, pipes: Pipes, scheduler: Scheduler, vocab_size: int, grammar: GrammarGate | None = None
+    ) -> None:
+        """grammar: None where no text can have a structure, because nothing would end it."""
         self._requests = pipes.receiver("runner.requests", ToRunner)
         self._control = pipes.receiver("runner.control", ToRunnerControl)
-        self._poller = Poller(self._requests, self._control)
+        self._grammar = grammar
+        receivers = (
+            (self._requests, self._control) if grammar is None else (self._requests, self._control, grammar.receiver)
+        )
+        self._poller = Poller(*receivers)
         self._pipes = pipes
         self._engines: dict[int, Sender] = {}
         self._scheduler = scheduler
@@ -31,27 +41,75 @@ class Inbox:
     def drain(self) -> None:
         """Take in all that has arrived, without waiting."""
         self._flush()
-        if not self._poller.wait(0):  # nearly always, and quicker than to find each pipe empty
-            return
-        for message in self._requests.drain():
-            if isinstance(message, Generate):
-                self._add(message)
-            else:
-                self._scheduler.abort(message.rid)
-        for message in self._control.drain():
-            if isinstance(message, StopHit):
-                self._scheduler.stop(message.slot, message.gen)
-            elif isinstance(message, Abort):
-                self._scheduler.abort(message.rid)
+        arrived = self._poller.wait(0)  # nearly never, and this is quicker than to find each pipe empty
+        if arrived:
+            self._take_messages()
+        if self._grammar is not None and (arrived or self._grammar.busy):
+            self._hear_grammar(self._grammar)
 
     def wait(self, timeout_ms: int) -> bool:
-        """Sleep until something arrives or the time is over, and only a moment while a refusal waits for room."""
-        return self._poller.wait(timeout_ms if self._flush() else min(timeout_ms, RETRY_MS))
+        """Sleep until something arrives or the time is over, and only a moment while a refusal waits for room. True if
+        `drain` has something to do."""
+        if not self._flush():
+            timeout_ms = min(timeout_ms, RETRY_MS)
+        if self._grammar is None or not self._grammar.busy:
+            return self._poller.wait(timeout_ms)
+        self._poller.wait(min(timeout_ms, KEEP_TIME_MS))
+        return True
 
     @property
     def malformed(self) -> int:
         """Frames that were dropped because they were no message."""
         return self._requests.malformed + self._control.malformed
+
+    def _take_messages(self) -> None:
+        for message in self._requests.drain():
+            if isinstance(message, Generate):
+                self._take(message)
+            else:
+                self._abort(message.rid)
+        for message in self._control.drain():
+            if isinstance(message, StopHit):
+                self._scheduler.stop(message.slot, message.gen)
+            elif isinstance(message, Abort):
+                self._abort(message.rid)
+
+    def _take(self, message: Generate) -> None:
+        if message.params.structured is None:
+            self._add(message)
+        elif self._grammar is not None:
+            self._grammar.submit(message)
+        else:
+            error = InvalidRequestError(
+                "the model has no end-of-sequence token, with which structured output ends",
+                code="unsupported_parameter",
+                param="structured_outputs",
+            )
+            self._refuse(message.rid, error)
+
+    def _abort(self, rid: int) -> None:
+        if self._grammar is not None:
+            self._grammar.abort(rid)
+        self._scheduler.abort(rid)
+
+    def _hear_grammar(self, grammar: GrammarGate) -> None:
+        grammar.poll()
+        for message, aborted, error in grammar.take_settled():
+            if error is not None:
+                self._refuse(message.rid, error)
+            elif len(aborted) < message.params.n:
+                self._add(message)
+                for rid in aborted:
+                    self._scheduler.abort(rid)
+        for slot, gen, reason in grammar.take_failed():
+            failed = self._scheduler.rid_of(slot, gen)
+            if failed is not None:
+                self._scheduler.abort(failed)
+                self._refuse(failed, EngineError(reason, code="structured_output_failed"))
+
+    def _refuse(self, rid: int, error: EngineError) -> None:
+        failed = Failed(rid, error.status, error.message, error.code or "", error.param)
+        self._engine(rid >> API_WORKER_SHIFT).send(failed)
 
     def _add(self, message: Generate) -> None:
         prompt = np.frombuffer(message.ids, np.int32)
@@ -66,8 +124,7 @@ class Inbox:
                 namespace=message.namespace,
             )
         except InvalidRequestError as error:
-            failed = Failed(message.rid, error.status, error.message, error.code or "", error.param)
-            self._engine(message.rid >> API_WORKER_SHIFT).send(failed)
+            self._refuse(message.rid, error)
 
     def _check_ids(self, prompt: np.ndarray) -> None:
         outside = np.flatnonzero((prompt < 0) | (prompt >= self._vocab_size))

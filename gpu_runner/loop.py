@@ -6,7 +6,9 @@ Invariants
     2. No Python loop over the rows of a batch; only over rows that start or end (inside the scheduler).
     3. No logging, no allocation that grows, no blocking send. Garbage is collected only when nothing runs.
     4. Frames leave in step order; a frame is sent before the next step is planned.
-    5. When detokenizers are so far behind that frames pile up, no step is launched: tokens are never dropped.
+    5. Rows within a structure run when their masks are there; others never wait for those, but for MASK_SECONDS at
+       most, in which the device has a step to do.
+    6. When detokenizers are so far behind that frames pile up, no step is launched: tokens are never dropped.
 
 Host budget: all of a turn but waiting for the device under 150 us at any batch size, and at batch 512 under 1.5 times
 batch 1 (`scripts/bench_host.py` without a GPU, `scripts/bench_step.py` with one, `scripts/profile_host.py` of a running
@@ -24,6 +26,7 @@ from typing import Protocol
 
 from asyncengine.wire.sidecar import HEARTBEAT_SECONDS, Reporter
 from gpu_runner.accounting import COMMIT, DRAIN, LAUNCH, PLAN, REPORT, SEND, WAIT, StepAccount
+from gpu_runner.grammar.gate import GrammarGate
 from gpu_runner.inbox import Inbox
 from gpu_runner.outbox import Outbox
 from gpu_runner.schedule.plan import StepPlan, StepResult
@@ -32,6 +35,9 @@ from gpu_runner.schedule.scheduler import Scheduler
 STEPS_IN_FLIGHT = 2
 _IDLE_MS = int(HEARTBEAT_SECONDS * 1000)
 _BACKLOG_POLL_MS = 1
+_MASK_MS = 1
+MASK_SECONDS = 200e-6
+"""What a plan waits for masks that are being computed, while the device is busy with a step."""
 
 
 class Executor(Protocol):
@@ -54,6 +60,7 @@ class Loop:
         outbox: Outbox,
         reporter: Reporter,
         account: StepAccount,
+        grammar: GrammarGate | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
@@ -61,6 +68,7 @@ class Loop:
         self._outbox = outbox
         self._reporter = reporter
         self._account = account
+        self._grammar = grammar
         self._in_flight: deque[StepPlan] = deque()
 
     def run(self) -> None:
@@ -78,11 +86,15 @@ class Loop:
         self._inbox.drain()
         flowing = self._outbox.flush()
         enter(PLAN)
+        if scheduler.num_held and self._in_flight and self._grammar is not None:
+            self._grammar.await_masks(MASK_SECONDS)
         plan = scheduler.plan() if flowing else None
         if plan is not None:
             enter(LAUNCH)
             self._executor.launch(plan)
             self._in_flight.append(plan)
+        if self._grammar is not None:
+            self._grammar.ask()
         if self._reporter.heartbeat_due():  # before the wait: what arrived shows without a step's delay
             enter(REPORT)
             self._heartbeat()
@@ -92,6 +104,8 @@ class Loop:
             result = self._executor.collect()
             enter(COMMIT)
             output = scheduler.commit(self._in_flight.popleft(), result)
+            if self._grammar is not None:
+                self._grammar.ask()
             enter(SEND)
             self._outbox.send(output)
         closed = scheduler.take_closed()
@@ -109,6 +123,8 @@ class Loop:
             while not self._inbox.wait(_IDLE_MS):
                 if self._reporter.heartbeat_due():
                     self._heartbeat()
+        elif self._scheduler.waits_for_masks:
+            self._inbox.wait(_MASK_MS)
 
     def _heartbeat(self) -> None:
         self._reporter.heartbeat(self._scheduler.gauges() | self._account.gauges())

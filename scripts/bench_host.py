@@ -39,6 +39,7 @@ from gpu_runner.accounting import COMMIT, DRAIN, LAUNCH, PLAN, SEND, WAIT, StepA
 from gpu_runner.device.buffers import PackedStep, RingSlot, pages_for
 from gpu_runner.device.executor import MAX_IN_FLIGHT, Executor
 from gpu_runner.device.stream import Work
+from gpu_runner.device.token_masks import TokenMasks
 from gpu_runner.inbox import Inbox
 from gpu_runner.models.config import ModelConfig, RopeConfig
 from gpu_runner.outbox import Outbox
@@ -55,7 +56,7 @@ VOCAB = 50_000
 class NoDevice:
     """Step, stream and mark of a device that computes nothing, at once. Its results are all token 0, not finished."""
 
-    def connect(self, ring: Sequence[RingSlot]) -> None:
+    def connect(self, ring: Sequence[RingSlot], masks: TokenMasks) -> None:
         for slot in ring:
             slot.results.zero_()
 

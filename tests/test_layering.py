@@ -61,6 +61,8 @@ def test_the_top_level_folders_are_the_designed_ones() -> None:
         ("asyncengine.wire.sidecar", {"torch", "aiohttp", "numpy", *PACKAGES[1:]}),
         ("tokenizer_proc.worker", {"torch", "transformers", "aiohttp", "gpu_runner", "detokenizer_proc"}),
         ("detokenizer_proc.worker", {"torch", "transformers", "aiohttp", "gpu_runner", "tokenizer_proc"}),
+        ("grammar_proc.worker", {"torch", "transformers", "aiohttp", "gpu_runner", "tokenizer_proc"}),
+        ("gpu_runner.grammar.gate", {"torch", "triton", "tokenizers", "llguidance", "grammar_proc"}),
         ("gpu_runner.schedule", {"torch", "triton"}),
         ("gpu_runner.kvcache", {"torch", "triton"}),
     ],

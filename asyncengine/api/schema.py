@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from asyncengine.api.json_body import decode_body
+from asyncengine.api.structured import ResponseFormat, StructuredOutputs, structured_of
 from asyncengine.api.unsupported import NO_EFFECT_IN_CHAT, NO_EFFECT_IN_COMPLETIONS, ignored_fields
 from asyncengine.errors import InvalidRequestError
 from asyncengine.sampling import (
@@ -85,6 +86,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     timings: bool | None = None
     request_id: Annotated[str, Meta(pattern=REQUEST_NAME)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
@@ -123,6 +126,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
             skip_special_tokens=self.skip_special_tokens is not False,
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
             priority=self.priority or 0,
+            structured=structured_of(self.response_format, self.structured_outputs),
         )
 
 

@@ -5,6 +5,7 @@ The receiver binds, senders connect, so a pipe is named after who reads it. Pipe
     tokenizer.{i}   engine -> tokenizer worker i          runner.requests   tokenizers -> gpu_runner
     runner.control  engine, detokenizers -> gpu_runner    detokenizer.{j}   gpu_runner -> detokenizer worker j
     engine.{w}      everyone -> API worker w              supervisor        every sidecar -> supervisor
+    grammar.{k}     gpu_runner -> its k-th grammar process    runner.grammar   grammar processes -> gpu_runner
 """
 
 from __future__ import annotations
@@ -57,6 +58,11 @@ class Pipes:
         socket = self._socket(zmq.PUSH, high_water_mark)
         socket.connect(self._address(name))
         return Sender(socket)
+
+    def drop(self, sender: Sender) -> None:
+        """Close one pipe's writing end, whose reader is gone for good, and all that waits in it."""
+        self._sockets.remove(sender.socket)
+        sender.socket.close(linger=0)
 
     def close(self, *, linger_ms: int = 0) -> None:
         """Close all sockets; `linger_ms` gives last messages (a final report) that long to leave."""

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -27,6 +27,8 @@ from asyncengine.wire.pipes import Pipes
 PR_SET_PDEATHSIG = 1
 HEARTBEAT_SECONDS = 0.25
 PARENT_GONE_EXIT_CODE = 3
+
+Config = TypeVar("Config", bound=msgspec.Struct)
 
 
 class Reporter:
@@ -65,10 +67,10 @@ def run_sidecar(role: Role, serve: Callable[[SidecarConfig, Pipes, Reporter], No
     `serve` loops until SIGTERM, which arrives as SystemExit. Exits 1 when `serve` raises, after sending `Fatal`.
     """
     arm_life_line()
-    config = _read_config()
+    config = read_config(SidecarConfig)
     if config.role != role:
         raise SystemExit(f"{role} was given the configuration of {config.role}")
-    threading.Thread(target=_exit_with_parent, name="life-line", daemon=True).start()
+    watch_parent()
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the whole group; the supervisor decides
     pipes = Pipes(config.run_dir)
@@ -100,15 +102,21 @@ def arm_life_line() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def write_config(stream: Any, config: SidecarConfig) -> None:
-    """Parent's side of `_read_config`; the stream must stay open for as long as the child shall live."""
+def write_config(stream: Any, config: msgspec.Struct) -> None:
+    """Parent's side of `read_config`; the stream must stay open for as long as the child shall live."""
     data = msgspec.msgpack.encode(config)
     stream.write(len(data).to_bytes(4, "little") + data)
 
 
-def _read_config() -> SidecarConfig:
+def read_config(kind: type[Config]) -> Config:
+    """The configuration that the parent wrote to this process's stdin."""
     size = int.from_bytes(_read_exactly(4), "little")
-    return msgspec.msgpack.decode(_read_exactly(size), type=SidecarConfig)
+    return msgspec.msgpack.decode(_read_exactly(size), type=kind)
+
+
+def watch_parent() -> None:
+    """From now on, exit when the parent closes this process's stdin. The configuration must have been read."""
+    threading.Thread(target=_exit_with_parent, name="life-line", daemon=True).start()
 
 
 def _read_exactly(count: int) -> bytes:

@@ -143,6 +143,7 @@ def pack(
         frequency_penalty=start.frequency_penalty,
         repetition_penalty=start.repetition_penalty,
         logprobs=start.logprobs,
+        constrained=start.constrained,
         num_bias=start.num_bias,
         bias_cell=_bias_cells(start) if len(start.bias_ids) else start.bias_ids,
         bias_id=start.bias_ids,

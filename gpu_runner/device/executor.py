@@ -13,6 +13,7 @@ from asyncengine.wire.messages import RunnerInfo
 from gpu_runner.device.buffers import MAX_IN_FLIGHT, RING_DEPTH, PackedStep, RingSlot, pack
 from gpu_runner.device.sampling_path import SamplingPaths
 from gpu_runner.device.stream import Stream
+from gpu_runner.device.token_masks import TokenMasks
 from gpu_runner.kernels.upload_layout import upload_words
 from gpu_runner.models.config import ModelConfig
 from gpu_runner.schedule.plan import Int32, StepPlan, StepResult
@@ -21,8 +22,8 @@ from gpu_runner.schedule.plan import Int32, StepPlan, StepResult
 class StepRunner(Protocol):
     """How a device executes one packed step: `Step` or `GraphStep`."""
 
-    def connect(self, ring: Sequence[RingSlot]) -> None:
-        """The host's buffers, which the steps to come use in turn, beginning with the first."""
+    def connect(self, ring: Sequence[RingSlot], masks: TokenMasks) -> None:
+        """The host's buffers, which the steps to come use in turn, beginning with the first; and the masks by slot."""
 
     def run(self, step: PackedStep) -> None:
         """Queue it on the stream that is current. Its plan is in the ring slot whose turn it is, where its results
@@ -76,7 +77,8 @@ class Executor:
             RingSlot.allocate(upload_words=words, num_slots=num_slots, pinned=pinned, mark=stream.mark())
             for _ in range(RING_DEPTH)
         ]
-        step.connect(self._ring)
+        self.masks = TokenMasks(num_slots=num_slots, vocab=model_config.vocab_size, pinned=pinned)
+        step.connect(self._ring, self.masks)
         self._launched = 0
         self._in_flight: deque[tuple[StepPlan, RingSlot, Int32 | None]] = deque()
 

@@ -22,6 +22,7 @@ from gpu_runner.device.buffers import RING_DEPTH, PackedStep, RingSlot
 from gpu_runner.device.sampling_path import SamplingPath
 from gpu_runner.device.state import DeviceState
 from gpu_runner.device.step import DecoderLike
+from gpu_runner.device.token_masks import TokenMasks
 from gpu_runner.kernels import norm_rope
 from gpu_runner.kernels.cuda_ops import CudaMeta
 from gpu_runner.kernels.host_ring import HostRing, deliver, fetch
@@ -36,7 +37,7 @@ from gpu_runner.schedule.buckets import bucket_for, token_buckets
 
 Variant = Literal["none", "greedy", "sample", "filtered", "full"]
 """none: no row samples. greedy: all rows are. sample: no row has a filter. filtered: any way to choose a token,
-min_tokens included. full: that, with penalties, logit bias and log-probabilities."""
+min_tokens included. full: that, with penalties, logit bias, masks and log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +113,9 @@ class GraphStep:
         # the token id at each place of the cache
         self._page_tokens = torch.zeros(cache.shape[2], PAGE_SIZE, dtype=torch.int32, device=cache.device)
 
-    def connect(self, ring: Sequence[RingSlot]) -> None:
+    def connect(self, ring: Sequence[RingSlot], masks: TokenMasks) -> None:
         self._host_ring.connect([(slot.upload, slot.results) for slot in ring])
+        self._full.masks.connect(masks.tensor)
 
     def run(self, step: PackedStep) -> None:
         self._forward_graphs[step.bucket, step.num_decode_rows < step.num_tokens].replay()

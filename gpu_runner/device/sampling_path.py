@@ -14,18 +14,19 @@ from gpu_runner.schedule.plan import Bool, Int32, StartRows, StepPlan
 class SamplingPath:
     """greedy: every row that samples is, so that an argmax does. filtered: some row has a top-k, top-p or min-p.
     bans_stop_ids: some row is below its min_tokens. adjusts: some row has a penalty or a logit bias. logprobs: some row
-    reports log-probabilities."""
+    reports log-probabilities. masks: some row may only get tokens of its mask."""
 
     greedy: bool
     filtered: bool
     bans_stop_ids: bool
     adjusts: bool = False
     logprobs: bool = False
+    masks: bool = False
 
     @property
     def full(self) -> bool:
         """Whether there is more to do than to choose tokens."""
-        return self.adjusts or self.logprobs
+        return self.adjusts or self.logprobs or self.masks
 
 
 class SamplingPaths:
@@ -37,6 +38,7 @@ class SamplingPaths:
         self._min_tokens_until = np.zeros(num_slots, dtype=np.int32)
         self._adjusts = np.zeros(num_slots, dtype=np.bool_)
         self._logprobs = np.zeros(num_slots, dtype=np.bool_)
+        self._constrained = np.zeros(num_slots, dtype=np.bool_)
         # The last answer, for plans of the same rows. `Scheduler` gives those the same arrays, which nobody changes.
         self._row_slot: Int32 | None = None
         self._row_samples: Bool | None = None
@@ -63,6 +65,7 @@ class SamplingPaths:
             bans_stop_ids=bool((token_index < self._min_tokens_until[slots]).any()),
             adjusts=bool(self._adjusts[slots].any()),
             logprobs=self.logprob_rows is not None,
+            masks=bool(self._constrained[slots].any()),
         )
         return self._path
 
@@ -73,3 +76,4 @@ class SamplingPaths:
         penalised = (start.presence_penalty != 0.0) | (start.frequency_penalty != 0.0)
         self._adjusts[start.slot] = penalised | (start.repetition_penalty != 1.0) | (start.num_bias > 0)
         self._logprobs[start.slot] = start.logprobs >= 0
+        self._constrained[start.slot] = start.constrained != 0

@@ -32,6 +32,7 @@ class DeviceState:
         self.frequency_penalty = zeros(num_slots, dtype=torch.float32)
         self.repetition_penalty = zeros(num_slots, dtype=torch.float32)  # 1 = off
         self.logprobs = zeros(num_slots)  # most likely tokens to report beside the chosen one; -1 = report nothing
+        self.constrained = zeros(num_slots)  # 1: only tokens in the slot's mask may be sampled
         self.num_bias = zeros(num_slots)
         self.bias_ids = zeros(num_slots, MAX_BIAS_IDS)  # the first `num_bias` of a slot's are distinct token ids
         self.bias_values = zeros(num_slots, MAX_BIAS_IDS, dtype=torch.float32)

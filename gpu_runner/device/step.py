@@ -16,6 +16,7 @@ from asyncengine.config import PAGE_SIZE
 from asyncengine.wire.messages import Finish
 from gpu_runner.device.buffers import PackedStep, RingSlot
 from gpu_runner.device.state import DeviceState
+from gpu_runner.device.token_masks import TokenMasks
 from gpu_runner.device.upload_views import START_SECTIONS, UploadViews
 from gpu_runner.kernels import reference_adjust, reference_sampling
 from gpu_runner.kernels.ops import BatchMeta
@@ -62,10 +63,11 @@ class Step:
         # of a GPU the host's clock would tell when work was queued, not when it ran
         self._times = self._parts.times.numpy() if device.type == "cpu" else None
         self._ring: tuple[RingSlot, ...] = ()
+        self._masks = torch.empty(0, 0, dtype=torch.int32)
         self._counter = torch.arange(max(max_step_tokens, num_slots), dtype=torch.int64, device=device)
 
-    def connect(self, ring: Sequence[RingSlot]) -> None:
-        self._ring = tuple(ring)
+    def connect(self, ring: Sequence[RingSlot], masks: TokenMasks) -> None:
+        self._ring, self._masks = tuple(ring), masks.tensor
 
     @torch.inference_mode()
     def run(self, step: PackedStep) -> None:
@@ -156,6 +158,8 @@ class Step:
             adjusted = self._adjust(step, logits, slot, index)
         elif step.path.logprobs:
             adjusted = logits.clone()
+        if step.path.masks:
+            adjusted = reference_adjust.mask(adjusted, self._masks[slot], state.constrained[slot] != 0)
         sampled = self._sample(step, adjusted, slot, index).to(torch.int32)
         if step.path.logprobs:
             self._report(logits, sampled, row, slot)

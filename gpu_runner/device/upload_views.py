@@ -11,7 +11,7 @@ from gpu_runner.kernels.upload_layout import count_word, offset_word
 
 START_SECTIONS = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "limit", "min_tokens_until", "stop_ids", "prompt_len"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs", "num_bias"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs", "constrained", "num_bias"),
 )
 """Each is named after the state of a slot that it sets."""
 DTYPES = {

@@ -7,6 +7,7 @@ Adjusted, in this order, as in vLLM and OpenAI's API:
 2.  repetition penalty r (Keskar et al., 2019), on ids that occur in prompt or output: x / r where x > 0, else x * r.
 3.  frequency penalty: x -= penalty * how often the id occurs in the output.
 4.  presence penalty: x -= penalty where the id occurs in the output.
+5.  the mask of the row's structure: x = -inf where it does not have the id (`mask`).
 
 Log-probabilities are of the logits as the model gave them, before all of that: natural logarithms of their softmax. NaN
 counts as -inf and +inf as the largest float32, as in `reference_sampling`.
@@ -71,6 +72,14 @@ def adjust(logits: Tensor, tokens: Tensor, rows: AdjustRows) -> Tensor:
     x = torch.where(x > 0, x / repetition, x * repetition)
     x = x - rows.frequency_penalty[:, None] * output_count.to(torch.float32)
     return x - torch.where(output_count > 0, rows.presence_penalty[:, None], 0.0)
+
+
+def mask(logits: Tensor, masks: Tensor, constrained: Tensor) -> Tensor:
+    """logits: [S, vocab] float32. masks: [S, W] int32; bit i of a row, the lowest of a word first, is id i.
+    constrained: [S] bool, whether the row has a mask. Returns a new tensor."""
+    lane = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = ((masks[:, :, None] >> lane) & 1).flatten(1)[:, : logits.shape[1]] != 0
+    return torch.where(allowed | ~constrained[:, None], logits, -math.inf)
 
 
 def top_logprobs(logits: Tensor, chosen: Tensor, wanted: Tensor, *, most: int) -> TopLogprobs:

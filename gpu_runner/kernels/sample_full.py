@@ -1,6 +1,8 @@
-"""What a step does beside choosing tokens when some row asks for a penalty, a logit bias or log-probabilities.
+"""What a step does beside choosing tokens when some row asks for a penalty, a logit bias or log-probabilities, or has a
+mask.
 
-    logits -> [before: log-probabilities' parts, bias, penalties] -> Sampler -> [after: log-probabilities] -> results
+    logits -> [before: log-probabilities' parts, bias, penalties, mask] -> Sampler
+           -> [after: log-probabilities] -> results
 
 Rows that ask for none of them cost a few loads, and their logits stay as they are: they get the tokens that they get
 without these calls. As in `sample`, only the contents of tensors may differ between replays of a graph.
@@ -20,6 +22,7 @@ from gpu_runner.kernels.logprob_kernels import merge_kernel, parts_kernel
 from gpu_runner.kernels.result_layout import Results
 from gpu_runner.kernels.sample import PROGRAMS, Tiling
 from gpu_runner.kernels.step_meta import SlotState, StepMeta
+from gpu_runner.kernels.token_mask import RowMasks
 
 HISTORY_BLOCK = 512
 """Tokens of a sequence at a time."""
@@ -37,6 +40,7 @@ class FullSampling:
         self, *, max_rows: int, vocab: int, device: torch.device, pdl: bool = True, tiling: Tiling = TILING
     ) -> None:
         """max_rows: the largest N of any call. tiling: how log-probabilities cut the vocabulary."""
+        self.masks = RowMasks(max_rows=max_rows, vocab=vocab, device=device, pdl=pdl)
         self._vocab = vocab
         self._pdl = pdl and device.type != "cpu"
         self._tiling = tiling
@@ -102,6 +106,7 @@ class FullSampling:
             self._table,
             **history,
         )
+        self.masks.apply(logits, state, meta)
 
     def after(
         self, logits: Tensor, sampled: Tensor, state: SlotState, meta: StepMeta, page_tokens: Tensor, results: Results

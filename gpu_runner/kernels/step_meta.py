@@ -48,6 +48,7 @@ class SlotState(Protocol):
     frequency_penalty: Tensor  # float32
     repetition_penalty: Tensor  # float32
     logprobs: Tensor
+    constrained: Tensor
     num_bias: Tensor
     bias_ids: Tensor  # [num_slots, MAX_BIAS_IDS] int32
     bias_values: Tensor  # [num_slots, MAX_BIAS_IDS] float32
@@ -130,6 +131,7 @@ def step_meta(
         state.frequency_penalty.view(torch.int32),
         state.repetition_penalty.view(torch.int32),
         state.logprobs,
+        state.constrained,
         state.num_bias,
         state.bias_ids,
         state.bias_values.view(torch.int32),
@@ -190,6 +192,7 @@ _PRESENCE = tl.constexpr(offset_word("presence_penalty"))
 _FREQUENCY = tl.constexpr(offset_word("frequency_penalty"))
 _REPETITION = tl.constexpr(offset_word("repetition_penalty"))
 _LOGPROBS = tl.constexpr(offset_word("logprobs"))
+_CONSTRAINED = tl.constexpr(offset_word("constrained"))
 _NUM_BIAS = tl.constexpr(offset_word("num_bias"))
 _BIAS_CELL = tl.constexpr(offset_word("bias_cell"))
 _BIAS_ID = tl.constexpr(offset_word("bias_id"))
@@ -216,6 +219,7 @@ def _step_meta_kernel(
     frequency_penalty,
     repetition_penalty,
     logprobs,
+    constrained,
     num_bias,
     bias_ids,
     bias_values,
@@ -275,6 +279,7 @@ def _step_meta_kernel(
         _copy_words(upload, _FREQUENCY, frequency_penalty, index, slot, mask, 1)
         _copy_words(upload, _REPETITION, repetition_penalty, index, slot, mask, 1)
         _copy_words(upload, _LOGPROBS, logprobs, index, slot, mask, 1)
+        _copy_words(upload, _CONSTRAINED, constrained, index, slot, mask, 1)
         _copy_words(upload, _NUM_BIAS, num_bias, index, slot, mask, 1)
 
     # Of prefill rows the host knows the start, cached prefix included; a decode row's is what the device counted.

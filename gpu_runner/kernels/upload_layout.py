@@ -66,6 +66,7 @@ class Upload(NamedTuple):
     frequency_penalty: NDArray[np.float32]  # [S]
     repetition_penalty: NDArray[np.float32]  # [S]
     logprobs: Int32  # [S]
+    constrained: Int32  # [S]
     num_bias: Int32  # [S]
     bias_cell: Int32  # [B]
     bias_id: Int32  # [B]
@@ -93,7 +94,7 @@ def upload_words(*, num_slots: int, pages_per_seq: int, max_step_tokens: int) ->
     A multiple of 16, so that the device copies them four at a time.
     """
     rows = num_slots * (3 + 2)
-    starts = num_slots * (15 + MAX_STOP_IDS + 3 * MAX_BIAS_IDS)
+    starts = num_slots * (16 + MAX_STOP_IDS + 3 * MAX_BIAS_IDS)
     pages = num_slots * pages_per_seq * 2
     words = HEADER_WORDS + rows + starts + pages + max_step_tokens + len(SECTIONS) * ALIGNMENT_WORDS
     return words + -words % 16

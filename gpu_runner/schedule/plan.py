@@ -23,6 +23,7 @@ class StartRows:
     limit: total tokens (prompt + output) at which the row ends with LENGTH. min_tokens_until: while a sampled token's
     index in the sequence is below this, `stop_ids` cannot be sampled. stop_ids: -1 pads. prompt_len: tokens that are no
     output, also where a row resumes with some. logprobs: how many most likely tokens to report beside the chosen one.
+    constrained: 1 where a mask that is there before any step in which the row samples says which tokens it may get.
     bias_ids, bias_values: of row 0, then of row 1, ...; `num_bias` of each.
     """
 
@@ -40,6 +41,7 @@ class StartRows:
     frequency_penalty: NDArray[np.float32]  # [S], 0 = off
     repetition_penalty: NDArray[np.float32]  # [S], 1 = off
     logprobs: Int32  # [S], -1 = report none at all
+    constrained: Int32  # [S]
     num_bias: Int32  # [S]
     bias_ids: Int32  # [sum of num_bias]
     bias_values: NDArray[np.float32]  # [sum of num_bias]

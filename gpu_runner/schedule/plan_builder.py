@@ -115,6 +115,7 @@ class PlanBuilder:
             frequency_penalty=np.array([p.frequency_penalty for p in params], np.float32),
             repetition_penalty=np.array([p.repetition_penalty for p in params], np.float32),
             logprobs=np.array([-1 if p.logprobs is None else p.logprobs for p in params], np.int32),
+            constrained=slots.constrained[slot].astype(np.int32),
             num_bias=np.array([len(p.logit_bias) for p in params], np.int32),
             bias_ids=np.array([token for token, _ in biases], np.int32),
             bias_values=np.array([value for _, value in biases], np.float32),

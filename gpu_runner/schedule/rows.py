@@ -38,18 +38,18 @@ class Rows:
             self.tree.evict(count - self.pool.num_free)
         return max(0, count - self.pool.num_free)
 
-    def start(self, request: Request, *, watermark: int) -> Int32 | None:
+    def start(self, request: Request, *, watermark: int) -> bool:
         """Give a waiting request a slot and pages for all its known tokens, the cached prefix's among them.
 
-        Returns all its page ids, or None when it has to wait: no slot, fewer than `watermark` pages would be left, or
+        False when it has to wait: no slot, fewer than `watermark` pages would be left, or
         its own last step is still on the device.
         """
         slots = self.slots
         resumed = request.slot >= 0
         if resumed and slots.last_step[request.slot] > self.pool.completed_epoch:
-            return None
+            return False
         if not resumed and not slots.num_free:
-            return None
+            return False
         tokens = slots.tokens[request.slot, : slots.known[request.slot]] if resumed else request.prompt
         match = self.tree.match(request.namespace, tokens[:-1])  # the last token must be computed to sample after it
         cached = len(match.pages)
@@ -58,7 +58,7 @@ class Rows:
         fits = needed + watermark <= self.pool.num_free + self.tree.num_evictable
         if not fits or self.missing_pages(needed):
             self.tree.unlock(match.node, self.pool.completed_epoch)
-            return None
+            return False
         slot = request.slot if resumed else slots.take(request)
         self.pool.incref(match.pages)
         pages = np.concatenate([match.pages, self.pool.allocate(needed)])
@@ -67,11 +67,12 @@ class Rows:
         slots.node[slot] = match.node
         slots.computed[slot] = cached * PAGE_SIZE
         slots.state[slot] = State.PREFILL
+        slots.announced[slot] = False
         slots.admitted[slot] = self._admissions
         self._admissions += 1
         if not resumed:
             slots.cached_tokens[slot] = cached * PAGE_SIZE
-        return pages
+        return True
 
     def grow(self, rows: Int32) -> tuple[Int32, Int32]:
         """Give each row one more page; returns (page-table index, page id) of each. The pages must be free."""

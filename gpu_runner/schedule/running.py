@@ -18,7 +18,7 @@ class DecodeRows:
     works through plans may take the same `slot` array for the same rows.
     """
 
-    __slots__ = ("gen", "index", "length", "limit", "samples", "slot")
+    __slots__ = ("any_constrained", "gen", "index", "length", "limit", "samples", "slot")
 
     def __init__(self, slots: Slots, slot: Int32) -> None:
         self.slot = slot  # [R]
@@ -29,6 +29,7 @@ class DecodeRows:
         self.limit: Int32 = slots.limit[self.index]  # [R]
         self.length: Int32 = np.ones(len(slot), np.int32)  # [R], tokens of each row in a step
         self.samples: Bool = np.ones(len(slot), np.bool_)  # [R]
+        self.any_constrained = bool(slots.constrained[self.index].any())
         for array in (self.slot, self.index, self.gen, self.limit, self.length, self.samples):
             array.flags.writeable = False
 
@@ -37,22 +38,36 @@ class DecodeRows:
 
 
 class Running:
-    """Rows that decode, prefill (slots in order of admission) or drain; `Slots.state` says the same of each slot."""
+    """Rows that decode, prefill (slots in order of admission), are held or drain; `Slots.state` says the same of each
+    slot.
+
+    A constrained row that sampled is held until its mask arrives, so that it is in one step at a time:
+
+        step           N            N + 1        N + 2
+        held           R                         R ...
+        row R          samples      (in flight)  samples with the mask that N's token led to
+        other rows     sample       sample       sample
+    """
 
     def __init__(self, slots: Slots) -> None:
         self.prefill: list[int] = []
         self._slots = slots
         self._decode: Int32 = _NO_SLOTS
         self._decode_rows: DecodeRows | None = DecodeRows(slots, _NO_SLOTS)  # of `_decode`; None = to be made
+        self._held: set[int] = set()
         self._num_draining = 0
 
     def __len__(self) -> int:
-        return len(self._decode) + len(self.prefill) + self._num_draining
+        return self.num_active + self._num_draining
 
     @property
     def num_active(self) -> int:
         """Rows that later steps will hold: all but the draining."""
-        return len(self._decode) + len(self.prefill)
+        return len(self._decode) + len(self.prefill) + len(self._held)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
 
     @property
     def decode(self) -> DecodeRows:
@@ -67,8 +82,17 @@ class Running:
             self._set_decode(self._decode[self._decode != slot])
         elif state == State.PREFILL:
             self.prefill.remove(slot)
+        elif state == State.HELD:
+            self._held.remove(slot)
         elif state == State.DRAINING:
             self._num_draining -= 1
+
+    def release(self, slots: Int32) -> None:
+        """The masks of these held rows are there: they decode on, in order of admission."""
+        self._slots.state[slots] = State.DECODE
+        self._held.difference_update(slots.tolist())
+        rows = np.concatenate([self._decode, slots])
+        self._set_decode(rows[np.argsort(self._slots.admitted[rows])])
 
     def advance(self, decoding: DecodeRows, start: Int32, prefilled: list[int]) -> None:
         """Account for a planned step: rows drain if the token they sample in it is their last, else decode next.
@@ -84,6 +108,7 @@ class Running:
             self._set_decode(self._decode[slots.state[self._decode] == State.DECODE])
         if prefilled:
             self._end_prefill(prefilled)
+        self._hold(decoding, prefilled)
 
     def _end_prefill(self, prefilled: list[int]) -> None:
         slots = self._slots
@@ -95,9 +120,22 @@ class Running:
         if not last.all():
             self._set_decode(np.concatenate([self._decode, index[~last]]))
 
+    def _hold(self, decoding: DecodeRows, prefilled: list[int]) -> None:
+        """Account for the masks that the step uses up."""
+        slots = self._slots
+        if not (decoding.any_constrained or (prefilled and slots.constrained[prefilled].any())):
+            return
+        sampling = np.concatenate([decoding.slot, np.array(prefilled, np.int32)])
+        constrained = sampling[slots.constrained[sampling]]
+        slots.mask_ready[constrained] = False
+        held = constrained[slots.state[constrained] == State.DECODE]
+        slots.state[held] = State.HELD
+        self._held.update(held.tolist())
+        self._set_decode(self._decode[slots.state[self._decode] == State.DECODE])
+
     def least_deserving(self, *, by_priority: bool) -> int:
         """The newest active row; by priority, the newest of the least important ones."""
-        rows = np.concatenate([self._decode, np.array(self.prefill, np.int32)])
+        rows = np.concatenate([self._decode, np.array([*self.prefill, *self._held], np.int32)])
         order = [self._slots.admitted[rows]]
         if by_priority:
             order.append(self._slots.priority[rows])
@@ -108,6 +146,11 @@ class Running:
         decode = self.decode
         assert sorted(self._decode.tolist()) == np.flatnonzero(state == State.DECODE).tolist()
         assert sorted(self.prefill) == np.flatnonzero(state == State.PREFILL).tolist()
+        assert sorted(self._held) == np.flatnonzero(state == State.HELD).tolist()
+        assert self._slots.constrained[list(self._held)].all()
+        assert not self._slots.mask_ready[list(self._held)].any()
+        decoding = self._decode[self._slots.constrained[self._decode]]
+        assert self._slots.mask_ready[decoding].all(), "a constrained row decodes without a mask"
         assert self._num_draining == np.count_nonzero(state == State.DRAINING)
         assert decode.slot is self._decode
         assert np.array_equal(decode.gen, self._slots.gen[self._decode])

@@ -9,6 +9,8 @@ Two steps are in flight, so `plan()` for step N+1 runs before step N has been re
     - A row that ends by its token limit is known to end when its last step is planned, and is in no further one.
     - A row that ends by a token id is discovered at commit N-1, when step N already holds it (an overshoot row). The
       device drops it by its `done` flag, the host by the slot's generation; its pages become free with step N.
+    - A row within a structure (`SamplingParams.structured`) needs a mask for each token, which depends on the one
+      before: it is in a step only when its mask is there, and so in one step at a time. Other rows do not wait for it.
     - Pages written by a planned step may be shared at once: a layer writes the K/V of all its rows before any row
       attends, and steps run in order. So the second of two equal prompts finds the first one's pages in the same plan.
 
@@ -24,10 +26,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncengine.config import PAGE_SIZE, SchedulingPolicy
-from asyncengine.sampling import SamplingParams
+from asyncengine.sampling import SamplingParams, Structured
 from asyncengine.wire.messages import Finish, Open
 from gpu_runner.schedule.buckets import token_buckets
 from gpu_runner.schedule.limits import total_tokens
+from gpu_runner.schedule.mask_work import MaskWork, OpenedRow
 from gpu_runner.schedule.plan import Bool, Int32, StepPlan, StepResult
 from gpu_runner.schedule.plan_builder import PlanBuilder, PlanDraft
 from gpu_runner.schedule.queues import Request, WaitingQueue
@@ -83,6 +86,7 @@ class Scheduler:
         self._running = Running(self.slots)
         self._slot_of: dict[int, int] = {}  # rid -> slot of every request that holds one
         self._closed: list[tuple[int, int]] = []  # (slot, gen) aborted since the last output
+        self._mask_work: list[MaskWork] = []  # since it was last taken
         self._blocked: Request | None = None  # the queue's head, if the last plan had no room for it
         self._next_step = 1
         self._next_arrival = 0
@@ -189,6 +193,11 @@ class Scheduler:
         slots.known[index] = known + 1
         opened = slots.opened[index]
         opens = () if opened.all() else tuple(self._open(int(slot)) for slot in rows[~opened])
+        constrained = slots.constrained[index]
+        if constrained.any():
+            continues = constrained & (finish == Finish.NONE)
+            if continues.any():
+                self._mask_work.append(MaskWork(slots=rows[continues], gens=gens[continues], tokens=tokens[continues]))
         if finish.any():
             for slot in rows[finish != Finish.NONE]:
                 self._end(int(slot))
@@ -202,6 +211,57 @@ class Scheduler:
         output = aborted_rows(self._next_step - 1, self._closed)
         self._closed.clear()
         return output
+
+    # ------------------------------------------------------------------------------------------------------- masks
+
+    @property
+    def num_held(self) -> int:
+        """Rows that decode, but wait for a mask."""
+        return self._running.num_held
+
+    @property
+    def waits_for_masks(self) -> bool:
+        """Whether a row could run if its mask were there, or soon will be that one."""
+        slots = self.slots
+        return bool(
+            self._running.num_held or (slots.constrained & ~slots.mask_ready & (slots.state == State.PREFILL)).any()
+        )
+
+    def take_mask_work(self) -> MaskWork | None:
+        """Whose masks are wanted since the last call; None if nobody's."""
+        if not self._mask_work:
+            return None
+        parts, self._mask_work = self._mask_work, []
+        if len(parts) == 1:
+            return parts[0]
+        return MaskWork(
+            opened=tuple(row for part in parts for row in part.opened),
+            slots=np.concatenate([part.slots for part in parts]),
+            gens=np.concatenate([part.gens for part in parts]),
+            tokens=np.concatenate([part.tokens for part in parts]),
+        )
+
+    def masks_ready(self, rows: Int32, gens: Int32) -> None:
+        """The masks of these slots' next tokens are there; those of rows that have ended are ignored."""
+        slots = self.slots
+        rows = rows[(slots.gen[rows] == gens) & slots.constrained[rows] & (slots.state[rows] != State.FREE)]
+        slots.mask_ready[rows] = True
+        held = rows[slots.state[rows] == State.HELD]
+        if len(held):
+            self._running.release(held)
+
+    def output_of(self, slot: int, gen: int) -> tuple[Structured, Int32] | None:
+        """The structure of a constrained row and what is known of its text; None if the row has ended."""
+        slots = self.slots
+        request = slots.request[slot]
+        if request is None or slots.gen[slot] != gen or request.params.structured is None:
+            return None
+        return request.params.structured, slots.tokens[slot, slots.prompt_len[slot] : slots.known[slot]]
+
+    def rid_of(self, slot: int, gen: int) -> int | None:
+        """Whose row it is; None if it has ended."""
+        request = self.slots.request[slot]
+        return request.rid if request is not None and self.slots.gen[slot] == gen else None
 
     # ------------------------------------------------------------------------------------------------------ decode
 
@@ -262,9 +322,23 @@ class Scheduler:
         return budget
 
     def _place_chunk(self, slot: int, budget: int, draft: PlanDraft) -> int:
-        """Compute the row's next tokens in this step and make their full pages shareable at once."""
+        """Compute the row's next tokens in this step and make their full pages shareable at once. A plan tells the
+        device of a row with its first tokens. Returns how many tokens there are in this step."""
         slots = self.slots
         length = min(int(slots.known[slot] - slots.computed[slot]), budget)
+        if (
+            slots.constrained[slot]
+            and not slots.mask_ready[slot]
+            and slots.computed[slot] + length == slots.known[slot]
+        ):
+            length -= 1  # after the last one it would sample
+        if not length:
+            return 0
+        if not slots.announced[slot]:
+            slots.announced[slot] = True
+            draft.started.append(slot)
+            pages = slots.pages(slot).copy()
+            draft.write_pages(np.full(len(pages), slot, np.int32), np.arange(len(pages), dtype=np.int32), pages)
         draft.prefill.append((slot, length))
         slots.computed[slot] += length
         self.counters.prefill_tokens += length
@@ -278,18 +352,18 @@ class Scheduler:
             request = self.queue.head()
             if request is None:
                 return
-            if not self._start(request, draft):
+            if not self._start(request):
                 self._blocked = request
                 return
             budget -= self._place_chunk(request.slot, budget, draft)
 
-    def _start(self, request: Request, draft: PlanDraft) -> bool:
+    def _start(self, request: Request) -> bool:
         """Make the queue's head a prefilling row; False when it has to wait."""
         if self.num_running >= self._max_num_seqs:
             return False
         # One page to grow for every running row, so that what is admitted now is not retracted in the next steps.
-        pages = self.rows.start(request, watermark=self.num_running)
-        if pages is None:
+        resumed = request.slot >= 0
+        if not self.rows.start(request, watermark=self.num_running):
             return False
         self.queue.pop()
         slot = request.slot
@@ -299,8 +373,10 @@ class Scheduler:
         self.counters.prefix_hit_tokens += int(self.slots.computed[slot])
         if not request.started_ns:
             request.started_ns = self._clock()
-        draft.started.append(slot)
-        draft.write_pages(np.full(len(pages), slot, np.int32), np.arange(len(pages), dtype=np.int32), pages)
+        if request.params.structured is not None and not resumed:
+            nothing = np.empty(0, np.int32)
+            row = OpenedRow(slot, int(self.slots.gen[slot]), request.params.structured, nothing)
+            self._mask_work.append(MaskWork(opened=(row,)))
         return True
 
     def _preempt_for_blocked(self) -> None:

@@ -17,7 +17,8 @@ class State(IntEnum):
     """A slot's life: FREE -> PREFILL -> DECODE -> DRAINING -> FREE.
 
     DRAINING: its last token is being computed, so no further step will hold it. RETRACTED: it lost its pages while it
-    prefilled or decoded, and waits to prefill again.
+    prefilled or decoded, and waits to prefill again. HELD: it decodes, but within a structure, and which tokens that
+    allows next is not known yet: its last one is in flight, or the mask is being computed.
     """
 
     FREE = 0
@@ -25,6 +26,7 @@ class State(IntEnum):
     DECODE = 2
     DRAINING = 3
     RETRACTED = 4
+    HELD = 5
 
 
 class Slots:
@@ -49,6 +51,9 @@ class Slots:
         self.cached_tokens: Int32 = np.zeros(num_slots, np.int32)
         self.num_pages: Int32 = np.zeros(num_slots, np.int32)
         self.opened = np.zeros(num_slots, np.bool_)
+        self.announced = np.zeros(num_slots, np.bool_)  # a plan has told the device of the row's parameters and pages
+        self.constrained = np.zeros(num_slots, np.bool_)  # its text has a structure
+        self.mask_ready = np.zeros(num_slots, np.bool_)  # of a constrained row: the mask of its next token is there
         self.priority: Int32 = np.zeros(num_slots, np.int32)
         self.admitted = np.zeros(num_slots, np.int64)  # order of (re-)admission
         self.last_step = np.zeros(num_slots, np.int64)  # the latest step that holds the row
@@ -78,6 +83,8 @@ class Slots:
         self.priority[slot] = request.params.priority
         self.cached_tokens[slot] = 0
         self.opened[slot] = False
+        self.constrained[slot] = request.params.structured is not None
+        self.mask_ready[slot] = False
         return slot
 
     def release(self, slot: int) -> None:

@@ -217,6 +217,7 @@ def step_cases(decode_rows: int, chunk: int, bucket: int) -> list[Case]:
         frequency_penalty=ones,
         repetition_penalty=ones,
         logprobs=whole,
+        constrained=whole,
         num_bias=whole,
         bias_cell=whole[:0],
         bias_id=whole[:0],

@@ -11,7 +11,7 @@ from fake_backend import MODEL, FakeBackend
 
 from asyncengine.client import AsyncClient
 from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError
-from asyncengine.sampling import SamplingParams
+from asyncengine.sampling import SamplingParams, Structured
 from asyncengine.streams import ChatPrompt
 
 PROMPTS = ["abc", [1, 2, 3], ChatPrompt(messages=[{"role": "user", "content": "hi"}])]
@@ -36,6 +36,13 @@ PARAMS = SamplingParams(
     include_stop_str_in_output=True,
     priority=-2,
 )
+STRUCTURES = [
+    Structured("json_schema", '{"type": "object"}'),
+    Structured("json_object"),
+    Structured("regex", r"\d+\n"),
+    Structured("choice", '["a","b\\n"]'),
+    Structured("grammar", 'start: "a"'),
+]
 
 
 @pytest.fixture
@@ -52,7 +59,10 @@ async def test_the_models_are_those_of_the_server(client: AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-@pytest.mark.parametrize("params", [None, PARAMS, SamplingParams(logprobs=0)])
+@pytest.mark.parametrize(
+    "params",
+    [None, PARAMS, SamplingParams(logprobs=0), *(SamplingParams(structured=structured) for structured in STRUCTURES)],
+)
 async def test_deltas_and_parameters_survive_the_trip(
     client: AsyncClient, backend: FakeBackend, prompt: str | list[int] | ChatPrompt, params: SamplingParams | None
 ) -> None:

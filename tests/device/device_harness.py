@@ -118,6 +118,7 @@ class Row:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logprobs: int = -1
+    constrained: bool = False
     logit_bias: dict[int, float] = field(default_factory=dict)
 
 
@@ -183,6 +184,7 @@ class Rig:
                 frequency_penalty=np.array([row.frequency_penalty for row in rows], dtype=np.float32),
                 repetition_penalty=np.array([row.repetition_penalty for row in rows], dtype=np.float32),
                 logprobs=np.array([row.logprobs for row in rows], dtype=np.int32),
+                constrained=np.array([row.constrained for row in rows], dtype=np.int32),
                 num_bias=np.array([len(row.logit_bias) for row in rows], dtype=np.int32),
                 bias_ids=np.array([token for row in rows for token in row.logit_bias], dtype=np.int32),
                 bias_values=np.array([b for row in rows for b in row.logit_bias.values()], dtype=np.float32),

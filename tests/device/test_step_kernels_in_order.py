@@ -10,7 +10,7 @@ import torch
 from support.engine_core import EngineCore
 from support.random_model import write_config
 
-from asyncengine.sampling import SamplingParams
+from asyncengine.sampling import SamplingParams, Structured
 from asyncengine.wire.messages import RunnerInfo
 from gpu_runner.device.buffers import pages_for
 from gpu_runner.device.executor import Executor, StepRunner
@@ -39,8 +39,11 @@ PARAMS = [
         max_tokens=3,
         ignore_eos=True,
     ),
+    SamplingParams(temperature=1.5, top_k=30, seed=6, max_tokens=4, structured=Structured("regex", "x*")),
 ]
-PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (19, 1, 6, 5)]
+MASKED = 4
+"""The last, which gets even ids."""
+PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (19, 1, 6, 5, 3)]
 
 
 def executor(model: str, *, kernels: bool) -> Executor:
@@ -91,6 +94,7 @@ def executor(model: str, *, kernels: bool) -> Executor:
 
 def run(model: str, *, kernels: bool) -> EngineCore:
     device = executor(model, kernels=kernels)
+    device.masks.array.fill(0x55555555)
     core = EngineCore(
         num_pages=NUM_PAGES,
         max_model_len=CONTEXT,
@@ -115,6 +119,7 @@ def test_kernels_one_by_one_give_the_plain_steps_tokens(tmp_path: Path) -> None:
     )  # fmt: skip
     kernels, plain = run(model, kernels=True), run(model, kernels=False)
     assert kernels.outputs == plain.outputs
+    assert [token % 2 for token in kernels.outputs[MASKED]] == [0] * 4
     assert list(kernels.logprobs) == list(plain.logprobs) == [3]
     for (chosen, tops), (same, same_tops) in zip(kernels.logprobs[3], plain.logprobs[3], strict=True):
         assert list(tops) == list(same_tops)

@@ -19,7 +19,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STATE_TENSORS = (
     *("page_table", "last_token", "kv_len", "done", "temperature", "top_k", "top_p", "min_p", "seed", "limit"),
     *("min_tokens_until", "stop_ids", "prompt_len", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("logprobs", "num_bias", "bias_ids", "bias_values"),
+    *("logprobs", "constrained", "num_bias", "bias_ids", "bias_values"),
 )
 
 
@@ -49,6 +49,7 @@ def start_rows(generator: np.random.Generator, slots: list[int], limits: list[in
         frequency_penalty=generator.uniform(-2, 2, count).astype(np.float32),
         repetition_penalty=generator.uniform(0.5, 2, count).astype(np.float32),
         logprobs=generator.integers(-1, MAX_TOP_LOGPROBS + 1, count).astype(np.int32),
+        constrained=generator.integers(0, 2, count).astype(np.int32),
         num_bias=num_bias,
         bias_ids=np.concatenate([int32(), *(generator.permutation(vocab)[:size] for size in num_bias)], dtype=np.int32),
         bias_values=generator.uniform(-100, 100, num_bias.sum()).astype(np.float32),

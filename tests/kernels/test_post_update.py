@@ -18,6 +18,7 @@ from gpu_runner.device.buffers import RingSlot, pack
 from gpu_runner.device.sampling_path import SamplingPaths
 from gpu_runner.device.state import DeviceState
 from gpu_runner.device.step import Step
+from gpu_runner.device.token_masks import TokenMasks
 from gpu_runner.kernels.ops import BatchMeta
 from gpu_runner.kernels.post_update import FINISH_LENGTH, FINISH_STOP, post_update
 from gpu_runner.kernels.result_layout import Results, result_words
@@ -201,7 +202,9 @@ def test_long_sequences_of_random_plans_leave_the_same_as_the_torch_step(
     maker = PlanMaker(num_slots, pages_per_seq, vocab, np.random.default_rng(seed))
     meta = new_step_meta(max_rows=num_slots, max_tokens=max_step_tokens, device=DEVICE)
     host = RingSlot.allocate(upload_words=words, num_slots=num_slots, pinned=False, mark=NoMark())
-    step.connect([host])
+    masks = TokenMasks(num_slots=num_slots, vocab=vocab, pinned=False)
+    masks.array.fill(-1)
+    step.connect([host], masks)
     upload = torch.zeros(words, dtype=torch.int32, device=DEVICE)  # a plan of nothing
     sampled = torch.zeros(num_slots, dtype=torch.int32, device=DEVICE)
     results = torch.zeros(result_words(num_slots), dtype=torch.int32, device=DEVICE)

@@ -249,7 +249,7 @@ def test_sections_are_packed_behind_the_header_at_even_words() -> None:
     seed, stop_ids = buffer[21], buffer[24]
     assert buffer[seed : seed + 6].view(np.int64).tolist() == start.seed.tolist()
     assert buffer[stop_ids : stop_ids + 3 * MAX_STOP_IDS].reshape(3, -1).tolist() == start.stop_ids.tolist()
-    bias_cell, bias_value, count = buffer[31], buffer[33], len(start.bias_ids)
+    bias_cell, bias_value, count = buffer[32], buffer[34], len(start.bias_ids)
     slots = np.repeat(start.slot, start.num_bias)
     assert (buffer[bias_cell : bias_cell + count] // MAX_BIAS_IDS).tolist() == slots.tolist()
     assert buffer[bias_value : bias_value + count].view(np.float32).tolist() == start.bias_values.tolist()

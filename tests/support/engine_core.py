@@ -11,6 +11,7 @@ from support.paged_model import PagedModel, expected_output
 from asyncengine.config import SchedulingPolicy
 from asyncengine.sampling import SamplingParams
 from asyncengine.wire.messages import Finish
+from gpu_runner.schedule.mask_work import MaskWork
 from gpu_runner.schedule.plan import StepLogprobs, StepPlan
 from gpu_runner.schedule.scheduler import Scheduler
 from gpu_runner.schedule.step_output import StepOutput
@@ -102,10 +103,19 @@ class EngineCore:
         if self.in_flight and (plan is None or len(self.in_flight) == self.depth):
             self._take(self.scheduler.commit(self.in_flight.popleft(), self.model.collect()))
             self._verify()
+        work = self.scheduler.take_mask_work()
+        if work is not None:
+            self.make_masks(work)
         closed = self.scheduler.take_closed()
         if closed is not None:
             self._take(closed)
         return bool(plan is not None or self.in_flight or self.scheduler.has_work)
+
+    def make_masks(self, work: MaskWork) -> None:
+        """Every mask is there at once; the device has it already."""
+        slots = np.array([row.slot for row in work.opened], np.int32)
+        gens = np.array([row.gen for row in work.opened], np.int32)
+        self.scheduler.masks_ready(np.concatenate([slots, work.slots]), np.concatenate([gens, work.gens]))
 
     def run(self, max_turns: int = 20_000) -> None:
         """Until nothing is left to do."""

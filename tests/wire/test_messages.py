@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncengine.sampling import SamplingParams
+from asyncengine.sampling import SamplingParams, Structured
 from asyncengine.wire import messages
 from asyncengine.wire.messages import DetokenizeOptions, Finish, StepFrame, Wire
 
@@ -23,11 +23,14 @@ PIPES: dict[str, Any] = {
     "detokenizer": messages.ToDetokenizer,
     "engine": messages.ToEngine,
     "supervisor": messages.ToSupervisor,
+    "grammar": messages.ToGrammar,
+    "runner.grammar": messages.FromGrammar,
 }
 NOT_SENT_ALONE = {messages.Open, messages.DetokenizeOptions, messages.LogprobColumns, messages.Openings}
 ALL = {cls for cls in vars(messages).values() if isinstance(cls, type) and issubclass(cls, Wire)} - {Wire}
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+STRUCTURED = st.builds(Structured, kind=st.just("regex"), text=TEXT.filter(bool))
 SAMPLING = st.builds(
     SamplingParams,
     n=st.integers(1, 16),
@@ -50,7 +53,8 @@ SAMPLING = st.builds(
     skip_special_tokens=st.booleans(),
     include_stop_str_in_output=st.booleans(),
     priority=st.integers(-(2**31 - 1), 2**31 - 1),
-)
+    structured=st.none(),
+) | st.builds(SamplingParams, structured=STRUCTURED)
 SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(0, 2**64 - 1),
     float: st.floats(allow_nan=False),
@@ -72,6 +76,8 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
         return SIMPLE[hint]
     if hint is SamplingParams:
         return SAMPLING
+    if hint is Structured:
+        return STRUCTURED
     if isinstance(hint, type) and issubclass(hint, Wire):
         return messages_of(hint)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)

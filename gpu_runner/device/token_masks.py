@@ -1,0 +1,57 @@
+"""Which tokens each slot may get next, in memory that another process writes and the device reads.
+
+The process that follows a row's structure writes the mask of its next token and then says so; until a step has sampled
+with it, nobody writes there again, because only the row's next token leads to another mask:
+
+    grammar process   mask of R's token k |                             | mask of R's token k + 1 |
+    gpu_runner                            | plan, launch ...   commit k |                         | plan ...
+    device                                |   forward | mask, sample k  |                         |
+
+So one mask for each slot does, and none is ever copied: a GPU's kernel reads it from the host's memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import tempfile
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncengine.errors import StartupError
+from gpu_runner.kernels.mask_layout import mask_words
+from gpu_runner.schedule.plan import Int32
+
+_PORTABLE, _MAPPED = 1, 2
+"""Flags of cudaHostRegister."""
+
+
+class TokenMasks:
+    """Bit i of a slot's words, the lowest first, is token i. Lives as long as the process."""
+
+    def __init__(self, *, num_slots: int, vocab: int, pinned: bool) -> None:
+        """pinned: whether a GPU is going to read it. Raises `StartupError` where that cannot be had."""
+        self.words = mask_words(vocab)
+        size = 4 * num_slots * self.words
+        self.fd = _shared_memory(size)
+        self.array: Int32 = np.frombuffer(mmap.mmap(self.fd, size), np.int32).reshape(num_slots, self.words)
+        self.tensor: Tensor = torch.from_numpy(self.array)
+        """Of the same memory; [num_slots, words] int32."""
+        if pinned:
+            status = torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), size, _PORTABLE | _MAPPED)
+            if int(status):
+                raise StartupError(f"the GPU cannot be given {size} bytes of the host's memory for masks: {status}")
+
+
+def _shared_memory(size: int) -> int:
+    """A descriptor of zeroed memory that a child may inherit."""
+    if sys.platform == "linux":
+        fd = os.memfd_create("token-masks")
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, size)
+    return fd

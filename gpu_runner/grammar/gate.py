@@ -1,0 +1,86 @@
+"""All that gpu_runner does for structured output; nothing of it runs, and no process is there, until a request asks."""
+
+from __future__ import annotations
+
+import time
+
+from asyncengine.config import GrammarJob
+from asyncengine.errors import EngineError
+from asyncengine.wire.messages import FromGrammar, Generate
+from asyncengine.wire.pipes import Pipes, Receiver
+from gpu_runner.grammar.checker import GrammarChecker
+from gpu_runner.grammar.matches import Matches
+from gpu_runner.grammar.process import GrammarProcess, GrammarSetup
+from gpu_runner.schedule.scheduler import Scheduler
+
+
+class GrammarGate:
+    """A request's structure is checked before it is queued, in one process; its masks come from another."""
+
+    def __init__(self, *, pipes: Pipes, scheduler: Scheduler, setup: GrammarSetup) -> None:
+        self.receiver: Receiver = pipes.receiver("runner.grammar", FromGrammar)
+        self._pipes = pipes
+        self._scheduler = scheduler
+        self._setup = setup
+        self._started = 0
+        self._checker = GrammarChecker(lambda: self._start("check"))
+        self._matches = Matches(scheduler, lambda: self._start("match"), num_slots=setup.num_slots)
+        self._parked: set[int] = set()  # rids of choices that wait for a verdict
+
+    @property
+    def busy(self) -> bool:
+        """Whether time must be kept: `poll` wants to be called now and then."""
+        return self._checker.busy or self._matches.busy
+
+    def submit(self, message: Generate) -> None:
+        """Have a request checked that asks for a structure; it comes back by `take_settled`."""
+        self._matches.prepare()  # so that it loads what it needs meanwhile
+        self._parked.update(range(message.rid, message.rid + message.params.n))
+        self._checker.submit(message)
+
+    def abort(self, rid: int) -> None:
+        """Nobody waits for this choice any more."""
+        self._parked.discard(rid)
+
+    def poll(self) -> None:
+        """Take in what the processes said, and keep time."""
+        for message in self.receiver.drain():
+            self._checker.hear(message)
+            self._matches.hear(message)
+        self._checker.poll()
+        self._matches.poll()
+
+    def take_settled(self) -> list[tuple[Generate, list[int], EngineError | None]]:
+        """Requests that were judged since the last call, those of their choices that were aborted meanwhile, and why
+        they cannot run."""
+        settled = []
+        for message, error in self._checker.take_settled():
+            rids = range(message.rid, message.rid + message.params.n)
+            settled.append((message, [rid for rid in rids if rid not in self._parked], error))
+            self._parked.difference_update(rids)
+        return settled
+
+    def take_failed(self) -> list[tuple[int, int, str]]:
+        """Rows that will get no mask: slot, generation and why."""
+        return self._matches.take_failed()
+
+    def ask(self) -> None:
+        """Pass on which rows want masks."""
+        work = self._scheduler.take_mask_work()
+        if work is not None:
+            self._matches.ask(work)
+
+    def await_masks(self, seconds: float) -> None:
+        """Wait, but not long, for the masks that are on their way."""
+        until = time.monotonic() + seconds
+        while self._matches.busy and time.monotonic() < until:
+            if self.receiver.wait(0):
+                self.poll()
+
+    def close(self) -> None:
+        self._checker.close()
+        self._matches.close()
+
+    def _start(self, job: GrammarJob) -> GrammarProcess:
+        self._started += 1
+        return GrammarProcess(self._pipes, self._setup, job, self._started)

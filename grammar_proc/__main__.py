@@ -1,0 +1,26 @@
+"""`python -m grammar_proc`: a process that compiles grammars, started, timed and if need be killed by gpu_runner."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from asyncengine.config import GrammarConfig
+from asyncengine.wire.sidecar import arm_life_line, read_config, watch_parent
+
+
+def main() -> None:
+    """Serve until the parent is gone or kills this process."""
+    arm_life_line()
+    config = read_config(GrammarConfig)
+    watch_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the whole group; the supervisor decides
+    if config.job == "check":
+        os.nice(10)  # what a request sent must not take the engine's own processes their cores
+    from grammar_proc.worker import serve
+
+    serve(config)
+
+
+if __name__ == "__main__":
+    main()
