@@ -6,7 +6,7 @@ import ast
 import sys
 from collections.abc import Iterator
 
-PROCESS_PACKAGES = ("tokenizer_proc", "detokenizer_proc", "grammar_proc", "gpu_runner")
+PROCESS_PACKAGES = ("tokenizer_proc", "detokenizer_proc", "gpu_runner")
 PACKAGES = ("asyncengine", *PROCESS_PACKAGES)
 
 WIRE_CONTRACT = ("asyncengine.wire", "asyncengine.config", "asyncengine.sampling", "asyncengine.errors")
@@ -20,8 +20,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "asyncengine.errors": (),
     "tokenizer_proc": ("tokenizer_proc", *WIRE_CONTRACT, "asyncengine.tokenizer_file"),
     "detokenizer_proc": ("detokenizer_proc", *WIRE_CONTRACT, "asyncengine.tokenizer_file"),
-    "grammar_proc": ("grammar_proc", *WIRE_CONTRACT, "asyncengine.tokenizer_file"),
     "gpu_runner": ("gpu_runner", *WIRE_CONTRACT),
+    "gpu_runner.grammar.child": ("gpu_runner.grammar.child", *WIRE_CONTRACT, "asyncengine.tokenizer_file"),
     "gpu_runner.kernels": ("gpu_runner.kernels", "asyncengine.config"),
     "gpu_runner.models": (
         "gpu_runner.models",
@@ -52,7 +52,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "torch": ("gpu_runner",),
     "triton": ("gpu_runner.kernels",),
     "zmq": ("asyncengine.wire",),
-    "llguidance": ("grammar_proc",),
+    "llguidance": ("gpu_runner.grammar.child",),
 }
 
 FORBIDDEN_MODULES = (

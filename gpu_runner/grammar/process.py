@@ -45,7 +45,7 @@ class GrammarProcess:
             mask_words=setup.mask_words,
         )
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "grammar_proc"],
+            [sys.executable, "-P", "-m", "gpu_runner.grammar.child"],
             stdin=subprocess.PIPE,
             stdout=2,
             pass_fds=(setup.mask_fd,),

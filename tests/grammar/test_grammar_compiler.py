@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 from support.byte_tokenizer import EOS, byte_tokenizer
 
 from asyncengine.sampling import Structured, StructuredKind
-from grammar_proc.compiler import Compiler, GrammarError
+from gpu_runner.grammar.child.compiler import Compiler, GrammarError
 
 
 @pytest.fixture(scope="module")

@@ -101,7 +101,7 @@ def grammar_processes(engine: AsyncEngine) -> list[int]:
     """Those of the engine's gpu_runner, in the order of their start."""
     runner = engine._supervisor._children["gpu_runner", 0].process.pid
     children = Path(f"/proc/{runner}/task/{runner}/children").read_text().split()
-    return [int(pid) for pid in children if b"grammar_proc" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [int(pid) for pid in children if b"gpu_runner.grammar.child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 async def complete(url: str, *, status: int = 200, **fields: Any) -> dict[str, Any]:

@@ -29,8 +29,8 @@ from asyncengine.wire.messages import (
     ToGrammar,
 )
 from asyncengine.wire.pipes import Pipes, Sender
-from grammar_proc.compiler import Compiler, GrammarError, check
-from grammar_proc.masks import Masks
+from gpu_runner.grammar.child.compiler import Compiler, GrammarError, check
+from gpu_runner.grammar.child.masks import Masks
 
 MEMORY_BYTES = 8 << 30
 """What wants more ends the process, not the machine."""

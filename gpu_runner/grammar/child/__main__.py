@@ -1,4 +1,4 @@
-"""`python -m grammar_proc`: a process that compiles grammars, started, timed and if need be killed by gpu_runner."""
+"""`python -m gpu_runner.grammar.child`: a process that compiles grammars; gpu_runner starts, times and kills it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the whole group; the supervisor decides
     if config.job == "check":
         os.nice(10)  # what a request sent must not take the engine's own processes their cores
-    from grammar_proc.worker import serve
+    from gpu_runner.grammar.child.worker import serve
 
     serve(config)
 

@@ -10,7 +10,7 @@ from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
 from asyncengine.sampling import Structured
-from grammar_proc.compiler import Compiler, GrammarError, check
+from gpu_runner.grammar.child.compiler import Compiler, GrammarError, check
 
 Int32 = NDArray[np.int32]
 FEW_ROWS = 8
