@@ -34,7 +34,7 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
         enable_prefix_caching=engine.enable_prefix_caching,
     )
     grammar = None
-    if executor.model_config.eos_ids:
+    if executor.model_config.eos_ids and executor.masks.readable:
         setup = GrammarSetup(
             model_path=config.model_path,
             run_dir=config.run_dir,

@@ -25,7 +25,7 @@ class Inbox:
     def __init__(
         self, *, pipes: Pipes, scheduler: Scheduler, vocab_size: int, grammar: GrammarGate | None = None
     ) -> None:
-        """grammar: None where no text can have a structure, because nothing would end it."""
+        """grammar: None where no text can have a structure, because nothing would end it or the device sees no masks."""
         self._requests = pipes.receiver("runner.requests", ToRunner)
         self._control = pipes.receiver("runner.control", ToRunnerControl)
         self._grammar = grammar
@@ -81,7 +81,8 @@ class Inbox:
             self._grammar.submit(message)
         else:
             error = InvalidRequestError(
-                "the model has no end-of-sequence token, with which structured output ends",
+                "structured output needs a model with an end-of-sequence token, and a device that can read the host's "
+                "memory; one of them is missing here",
                 code="unsupported_parameter",
                 param="structured_outputs",
             )

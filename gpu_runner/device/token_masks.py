@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncengine.errors import StartupError
 from gpu_runner.kernels.mask_layout import mask_words
 from gpu_runner.schedule.plan import Int32
 
@@ -33,17 +32,19 @@ class TokenMasks:
     """Bit i of a slot's words, the lowest first, is token i. Lives as long as the process."""
 
     def __init__(self, *, num_slots: int, vocab: int, pinned: bool) -> None:
-        """pinned: whether a GPU is going to read it. Raises `StartupError` where that cannot be had."""
+        """pinned: whether a GPU is going to read it."""
         self.words = mask_words(vocab)
         size = 4 * num_slots * self.words
         self.fd = _shared_memory(size)
         self.array: Int32 = np.frombuffer(mmap.mmap(self.fd, size), np.int32).reshape(num_slots, self.words)
         self.tensor: Tensor = torch.from_numpy(self.array)
         """Of the same memory; [num_slots, words] int32."""
+        status = 0
         if pinned:
-            status = torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), size, _PORTABLE | _MAPPED)
-            if int(status):
-                raise StartupError(f"the GPU cannot be given {size} bytes of the host's memory for masks: {status}")
+            status = int(torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), size, _PORTABLE | _MAPPED))
+        self.readable = status == 0
+        """Whether the device can read them. Where it cannot, as in a container that locks no memory, no row may be
+        constrained; nothing else is amiss."""
 
 
 def _shared_memory(size: int) -> int:
