@@ -25,7 +25,7 @@ class Inbox:
     def __init__(
         self, *, pipes: Pipes, scheduler: Scheduler, vocab_size: int, grammar: GrammarGate | None = None
     ) -> None:
-        """grammar: None where no text can have a structure, because nothing would end it or the device sees no masks."""
+        """grammar: None where no text can have a structure, because nothing would end it or no device sees masks."""
         self._requests = pipes.receiver("runner.requests", ToRunner)
         self._control = pipes.receiver("runner.control", ToRunnerControl)
         self._grammar = grammar

@@ -15,7 +15,7 @@ from gpu_runner.kernels.sample_noise import (
     arrives_last,
     ban_stop_ids,
     best_proposal,
-    improve,
+    improve_by_bits,
     noise_keys,
     noise_of_row,
     without_nan,
@@ -25,7 +25,7 @@ STOP_IDS = tl.constexpr(MAX_STOP_IDS)
 
 
 @triton.jit(do_not_specialize=["parts"])  # one kernel serves all graphs
-def best_kernel(
+def argmax_kernel(
     logits,
     counts,
     sample_row,
@@ -80,7 +80,7 @@ def best_kernel(
         for start in tl.range(first, end, BLOCK, num_stages=STAGES):
             ids = start + tl.arange(0, BLOCK)
             x = without_nan(tl.load(row_logits + ids, mask=ids < vocab, other=float("-inf")))
-            score, token = improve(x, ids, score, token, heat, lag_scale, first_key, second_key)
+            score, token = improve_by_bits(x, ids, score, token, heat, lag_scale, first_key, second_key)
     else:
         lane_score = tl.full([BLOCK], float("-inf"), tl.float32)
         lane_token = tl.full([BLOCK], NO_TOKEN, tl.int32)
