@@ -48,6 +48,8 @@ BOTH: dict[str, dict[str, Any]] = {
     "timings": {"timings": True},
     "request_id": {"request_id": "mine"},
     "cache_salt": {"cache_salt": "tenant"},
+    "response_format": {"response_format": {"type": "json_object"}},
+    "structured_outputs": {"structured_outputs": {"choice": ["a", "b"]}},
 }
 OWN: dict[str, dict[str, dict[str, Any]]] = {
     COMPLETIONS: {"prompt": {"prompt": "abd"}, "logprobs": {"logprobs": 1}},

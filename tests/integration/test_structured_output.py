@@ -229,21 +229,21 @@ async def test_a_stream_is_the_same_text_and_log_probabilities_are_the_models_ow
 
 
 async def test_unconstrained_neighbours_get_the_tokens_that_they_get_alone(engine: AsyncEngine) -> None:
-    free = [SamplingParams(seed=seed, max_tokens=16, ignore_eos=True) for seed in range(4)]
-    prompts = ["Once upon a time", "The weather is", "One, two, three,", "In Rome"]
+    prompts = ["Once upon a time", "In Rome"]
+    free = [SamplingParams(seed=seed, max_tokens=16, ignore_eos=True) for seed in range(2)]
     alone = [await tokens_of(engine, prompt, params) for prompt, params in zip(prompts, free, strict=True)]
     schema = json.dumps(CITY)
     bound = [
-        SamplingParams(seed=seed, max_tokens=30, structured=Structured("json_schema", schema)) for seed in range(4)
+        SamplingParams(seed=seed, max_tokens=30, structured=Structured("json_schema", schema)) for seed in range(2)
     ]
     asked = [
         *zip(prompts, free, strict=True),
         *((prompt, params) for prompt, params in zip(prompts, bound, strict=True)),
     ]
     together = await asyncio.gather(*(tokens_of(engine, prompt, params) for prompt, params in asked))
-    assert together[:4] == alone
+    assert together[:2] == alone
     bound_alone = [await tokens_of(engine, prompt, params) for prompt, params in zip(prompts, bound, strict=True)]
-    assert together[4:] == bound_alone
+    assert together[2:] == bound_alone
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
