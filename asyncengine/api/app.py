@@ -69,6 +69,9 @@ async def run_app_on(
     await runner.setup()
     try:
         for listener in sockets:
+            # Before it is duplicated: `dup` gives the duplicate this object's mode, and the mode belongs to what all
+            # processes share. Were it blocking for a moment, a process whose client another has taken would be stuck.
+            listener.setblocking(False)
             for _ in range(acceptors - 1):
                 await web.SockSite(runner, listener.dup(), backlog=BACKLOG).start()
             await web.SockSite(runner, listener, backlog=BACKLOG).start()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import socket
+
 import pytest
 from api_server import Server
 from fake_backend import MODEL, FakeBackend
 
-from asyncengine.api.app import ACCEPTORS, bound_port, make_app, run_app
+from asyncengine.api.app import ACCEPTORS, bound_port, make_app, run_app, run_app_on
 from asyncengine.engine_info import Health
 from asyncengine.errors import StartupError
 
@@ -84,3 +87,28 @@ async def test_several_acceptors_share_one_port(backend: FakeBackend) -> None:
     runner = await run_app(backend, "127.0.0.1", 0)
     assert runner.addresses == [("127.0.0.1", bound_port(runner))] * ACCEPTORS
     await runner.cleanup()
+
+
+class Watched(socket.socket):
+    """Notes each mode that it, or a duplicate of it, is given."""
+
+    modes: list[float | None] = []  # noqa: RUF012 - duplicates share it
+
+    def settimeout(self, value: float | None) -> None:
+        Watched.modes.append(value)
+        super().settimeout(value)
+
+
+async def test_a_listening_socket_that_processes_share_is_never_blocking(backend: FakeBackend) -> None:
+    bound = socket.socket()
+    bound.bind(("127.0.0.1", 0))
+    bound.listen()
+    bound.setblocking(False)
+    inherited = Watched(fileno=bound.fileno())  # as a worker makes it of the descriptor: it takes itself for blocking
+    Watched.modes.clear()
+    runner = await run_app_on(backend, [inherited])
+    assert None not in Watched.modes
+    assert len(Watched.modes) >= ACCEPTORS - 1
+    assert not os.get_blocking(bound.fileno())
+    await runner.cleanup()
+    bound.detach()

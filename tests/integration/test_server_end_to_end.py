@@ -108,12 +108,20 @@ async def test_every_process_accounts_for_what_it_did(engine: AsyncEngine) -> No
     async with aclosing(engine.generate("Count to ten.", params)) as deltas:
         tokens = [token async for delta in deltas for token in delta.token_ids]
     after = time.monotonic_ns()
-    # the last request's overshoot may have been on the device still
-    steps = [record for record in loop.snapshot(begun) if record.collected and record.device_begin > before]
-    assert len(steps) >= len(tokens) == 20
+    assert len(tokens) == 20
+
+    def own_steps() -> list[StepRecord]:
+        # the last request's overshoot may have been on the device still
+        return [record for record in loop.snapshot(begun) if record.collected and record.device_begin > before]
+
+    async with asyncio.timeout(10):
+        while len(own_steps()) < 20:  # a step's record is written behind its frame
+            await asyncio.sleep(0.001)
+    steps = [record for record in own_steps() if record.commit < after]
     for record in steps:
         assert record.drain <= record.plan <= record.wait <= record.commit <= record.send <= record.end
-        assert record.device_begin < record.device_end < record.commit < after
+        assert record.device_begin < record.device_end < record.commit
+    assert len(steps) >= 20
     assert {role: ring.written > written[role] for role, ring in rings.items()} == dict.fromkeys(rings, True)
     gauges = await wait_until(engine, lambda gauges: gauges["host_us_per_step"] > 0)
     assert 0 < gauges["gpu_busy_permille"] <= 1000
