@@ -20,9 +20,9 @@ PAGE_SIZE = 16
 MAX_STOP_IDS = 16
 """Width of the device's stop-id table: a request's own stop_token_ids plus the model's end-of-sequence ids."""
 MAX_BIAS_IDS = 300
-"""Width of the device's logit-bias table; `sampling.MAX_LOGIT_BIAS`."""
+"""Width of the device's logit-bias table, and so the tokens that a request may bias: OpenAI's limit."""
 MAX_TOP_LOGPROBS = 20
-"""Most likely tokens that a step reports of a row; `sampling.MAX_LOGPROBS`."""
+"""Most likely tokens that a step reports of a row."""
 DEFAULT_STEP_TOKENS_GPU = 2048
 DEFAULT_STEP_TOKENS_CPU = 256
 GrammarJob = Literal["check", "match"]

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from asyncengine.config import MAX_BIAS_IDS, MAX_TOP_LOGPROBS
 from asyncengine.errors import InvalidRequestError
 
 MAX_STOP_STRINGS = 16
@@ -14,9 +15,9 @@ MAX_STOP_STRING_CHARS = 512
 MAX_STOP_TOKEN_IDS = 8
 """Stop ids a request may name itself; the model's own end-of-sequence ids come on top."""
 MAX_N = 16
-MAX_LOGIT_BIAS = 300
-"""Tokens one request may bias, OpenAI's limit."""
-MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = MAX_BIAS_IDS
+"""Tokens one request may bias."""
+MAX_LOGPROBS = MAX_TOP_LOGPROBS
 """Most likely tokens one request may ask to see at each position."""
 MAX_STRUCTURED_BYTES = 64 * 1024
 """UTF-8 bytes of one schema, pattern, list of choices or grammar."""

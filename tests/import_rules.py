@@ -16,7 +16,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "asyncengine": ("asyncengine",),
     "asyncengine.wire": WIRE_CONTRACT,
     "asyncengine.config": ("asyncengine.errors",),
-    "asyncengine.sampling": ("asyncengine.errors",),
+    "asyncengine.sampling": ("asyncengine.config", "asyncengine.errors"),
     "asyncengine.errors": (),
     "tokenizer_proc": ("tokenizer_proc", *WIRE_CONTRACT, "asyncengine.tokenizer_file"),
     "detokenizer_proc": ("detokenizer_proc", *WIRE_CONTRACT, "asyncengine.tokenizer_file"),
