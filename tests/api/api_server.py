@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+
+from asyncengine.api.app import bound_port, run_app
+from asyncengine.api.backend import Backend
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -41,3 +45,14 @@ async def eventually(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
         while not condition():
             await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def serving(backend: Backend) -> AsyncIterator[Server]:
+    """The real application over `backend`, on a free port."""
+    runner = await run_app(backend, "127.0.0.1", 0)
+    try:
+        async with aiohttp.ClientSession() as session:
+            yield Server(f"http://127.0.0.1:{bound_port(runner)}", session)
+    finally:
+        await runner.cleanup()

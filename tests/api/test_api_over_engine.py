@@ -10,7 +10,7 @@ from contextlib import aclosing
 import aiohttp
 import pytest
 import pytest_asyncio
-from api_server import CHAT, COMPLETIONS, Server
+from api_server import CHAT, COMPLETIONS, Server, serving
 from support.python_path import PYTHON_PATH
 
 from asyncengine import AsyncEngine, ChatPrompt, EngineConfig, SamplingParams
@@ -43,10 +43,8 @@ async def engine() -> AsyncIterator[AsyncEngine]:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def server(engine: AsyncEngine) -> AsyncIterator[Server]:
-    runner = await run_app(engine, "127.0.0.1", 0)
-    async with aiohttp.ClientSession() as session:
-        yield Server(f"http://127.0.0.1:{bound_port(runner)}", session)
-    await runner.cleanup()
+    async with serving(engine) as server:
+        yield server
 
 
 async def test_a_completion_comes_back_streamed_or_not(server: Server) -> None:

@@ -8,14 +8,12 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import aiohttp
 import pytest
 import pytest_asyncio
-from api_server import CHAT, COMPLETIONS, Server
+from api_server import CHAT, COMPLETIONS, Server, serving
 from support.python_path import PYTHON_PATH
 
 from asyncengine import AsyncEngine, ChatPrompt, EngineConfig, InvalidRequestError
-from asyncengine.api.app import bound_port, run_app
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -40,10 +38,8 @@ async def engine() -> AsyncIterator[AsyncEngine]:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def server(engine: AsyncEngine) -> AsyncIterator[Server]:
-    runner = await run_app(engine, "127.0.0.1", 0)
-    async with aiohttp.ClientSession() as session:
-        yield Server(f"http://127.0.0.1:{bound_port(runner)}", session)
-    await runner.cleanup()
+    async with serving(engine) as server:
+        yield server
 
 
 async def idle(engine: AsyncEngine) -> None:
