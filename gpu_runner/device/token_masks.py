@@ -12,10 +12,12 @@ So one mask for each slot does, and none is ever copied: a GPU's kernel reads it
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import sys
 import tempfile
+import weakref
 
 import numpy as np
 import torch
@@ -29,7 +31,7 @@ _PORTABLE, _MAPPED = 1, 2
 
 
 class TokenMasks:
-    """Bit i of a slot's words, the lowest first, is token i. Lives as long as the process."""
+    """Bit i of a slot's words, the lowest first, is token i."""
 
     def __init__(self, *, num_slots: int, vocab: int, pinned: bool) -> None:
         """pinned: whether a GPU is going to read it."""
@@ -39,12 +41,20 @@ class TokenMasks:
         self.array: Int32 = np.frombuffer(mmap.mmap(self.fd, size), np.int32).reshape(num_slots, self.words)
         self.tensor: Tensor = torch.from_numpy(self.array)
         """Of the same memory; [num_slots, words] int32."""
-        status = 0
-        if pinned:
-            status = int(torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), size, _PORTABLE | _MAPPED))
-        self.readable = status == 0
+        self.readable = not pinned or self._register(size)
         """Whether the device can read them. Where it cannot, as in a container that locks no memory, no row may be
         constrained; nothing else is amiss."""
+
+    def _register(self, size: int) -> bool:
+        runtime, address = torch.cuda.cudart(), self.tensor.data_ptr()
+        if int(runtime.cudaHostRegister(address, size, _PORTABLE | _MAPPED)) != 0:
+            # The runtime keeps the failure for whoever asks next, and torch asks after each launch.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device="cuda")
+            return False
+        # before the memory goes: its addresses may be other memory's then, and a range is registered only once
+        weakref.finalize(self, runtime.cudaHostUnregister, address)
+        return True
 
 
 def _shared_memory(size: int) -> int:
