@@ -2,8 +2,9 @@
 
 Copies by the copy engine would stand between a step's graphs, and each change from one to the other lets the GPU idle
 for some microseconds. So the first kernel of a step reads the plan from pinned memory, and the last writes results
-there. Which of the host's buffers are the step's, the kernels find without being told: the host uses them in turn, and
-`turn` counts along on the device.
+there. Where the plan is small, and where results are tokens only, `step_meta` and `post_update` do so themselves. Which
+of the host's buffers are the step's, the kernels find without being told: the host uses them in turn, and `turn` counts
+along on the device.
 
     step         N                   N + 1               N + 2               N + 3
     buffers      0                   1                   2                   0
@@ -100,16 +101,24 @@ def _fetch_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    own = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    together = tl.num_programs(0) * BLOCK_SIZE
+    copy_plan(addresses, turn, inputs, own, together, capacity, together, USED_WORD)
+
+
+@triton.jit
+def copy_plan(addresses, turn, inputs, own, ahead, capacity, step, USED_WORD: tl.constexpr):
+    """Copy the caller's share of the turn's plan: words `own`, of those before `ahead`, whether the plan uses them or
+    not, then of those it uses behind them `own` again, `step` at a time."""
     address = tl.load(addresses + tl.load(turn))
     if address != 0:
         source = tl.multiple_of(address.to(tl.pointer_type(tl.int32), bitcast=True), 16)
         # Both are asked for before either is there: more than the plan may be copied, which nobody reads.
-        own = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-        words = tl.load(source + own, mask=own < capacity, other=0)
+        asked = (own < ahead) & (own < capacity)
+        words = tl.load(source + own, mask=asked, other=0)
         used = tl.load(source + USED_WORD)
-        tl.store(inputs + own, words, mask=own < capacity)
-        step = tl.num_programs(0) * BLOCK_SIZE
-        for first in range(step, used, step):
+        tl.store(inputs + own, words, mask=asked)
+        for first in range(ahead, used, step):
             word = first + own
             words = tl.load(source + word, mask=word < used, other=0)
             tl.store(inputs + word, words, mask=word < used)
