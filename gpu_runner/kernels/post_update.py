@@ -92,12 +92,13 @@ def _launch(
         meta.row_was_done,
         meta.sample_row,
         memory,
+        None if ring is None else ring.uploads,
         None if ring is None else ring.results,
-        None if ring is None else ring.turn,
+        None if ring is None else ring.next_upload,
         len(sampled),
         capacity,
         MAX_ROWS=max_rows,
-        SEARCH_FROM=triton.next_power_of_2(max_rows) // 2,
+        SEARCH_FROM=triton.next_power_of_2(max_rows),
         BLOCK=ROWS,
         TO_HOST=ring is not None,
         DEPTH=1 if ring is None else len(ring.results),
@@ -131,8 +132,9 @@ def _post_update_kernel(
     row_was_done,
     sample_row,
     memory,
+    uploads,
     addresses,
-    turn,
+    next_upload,
     max_samples,
     capacity,
     MAX_ROWS: tl.constexpr,
@@ -152,7 +154,7 @@ def _post_update_kernel(
     end = tl.load(row_start + row, mask=exists, other=0) + tl.load(row_len + row, mask=exists, other=0)
     was_done = tl.load(row_was_done + row, mask=exists, other=1)
     if TO_HOST:
-        own_turn = tl.load(memory + _TURN)
+        turn = tl.load(memory + _TURN)
     num_samples = tl.minimum(all_samples, max_samples)
     runs = (row < num_rows) & exists & (was_done == 0)
     index = row
@@ -172,7 +174,8 @@ def _post_update_kernel(
     stop = stop_ids + slot[:, None] * _STOP_IDS + tl.arange(0, _STOP_IDS)[None, :]
     stops = tl.load(stop, mask=samples[:, None], other=-1)
     if TO_HOST:
-        address = tl.load(addresses + own_turn)
+        address = tl.load(addresses + turn)
+        following = tl.load(uploads + (turn + 1) % DEPTH)
         target = tl.multiple_of(address.to(tl.pointer_type(tl.int32), bitcast=True), 16)
         is_result = (row < num_rows) & (address != 0)
     else:
@@ -199,7 +202,7 @@ def _post_update_kernel(
         has_times = True
         if TO_HOST:
             has_times = address != 0
-            tl.store(turn, (own_turn + 1) % DEPTH, mask=has_times)
+            tl.store(next_upload, following, mask=has_times)
         times = target.to(tl.pointer_type(tl.int64), bitcast=True)
         tl.store(times, tl.load(begin_time), mask=has_times)
         tl.store(times + 1, tl.extra.cuda.globaltimer() if CLOCK else 0, mask=has_times)

@@ -70,7 +70,7 @@ class StepMeta:
     token_ids: Tensor  # [T]
     positions: Tensor  # [T]
     kv_index: Tensor  # [T], page * PAGE_SIZE + offset; in the dummy page 0 for overshoot rows
-    sample_row: Tensor  # [R], the rows that sample
+    sample_row: Tensor  # [R], the rows that sample, ascending
     sample_token: Tensor  # [R], each one's last token among the step's
 
 
@@ -128,8 +128,7 @@ def step_meta(
     pdl = pdl and upload.is_cuda
     step_meta_kernel[(programs + lists["LISTS"],)](
         upload,
-        None if ring is None else ring.uploads,
-        None if ring is None else ring.turn,
+        None if ring is None else ring.next_upload,
         state.page_table,
         state.last_token,
         state.kv_len,

@@ -65,8 +65,7 @@ _BIAS_VALUE = tl.constexpr(offset_word("bias_value"))
 @triton.jit(do_not_specialize=["bucket", "programs", "ahead"])  # one kernel serves many graphs
 def step_meta_kernel(
     upload,
-    upload_addresses,
-    turn,
+    next_upload,
     page_table,
     last_token,
     kv_len,
@@ -138,7 +137,7 @@ def step_meta_kernel(
     if tl.program_id(0) == 0:
         tl.store(begin_time, tl.extra.cuda.globaltimer() if CLOCK else 0)
     if FETCH > 0:
-        copy_plan(upload_addresses, turn, upload, tl.arange(0, FETCH), ahead * AHEAD_STEP, capacity, FETCH, _USED)
+        copy_plan(next_upload, upload, tl.arange(0, FETCH), ahead * AHEAD_STEP, capacity, FETCH, _USED)
         tl.debug_barrier()
     num_rows = tl.load(upload + _NUM_ROWS)
     num_decode_rows = tl.load(upload + _NUM_DECODE_ROWS)

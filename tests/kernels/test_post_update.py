@@ -142,9 +142,9 @@ def test_results_go_to_the_turns_host_buffer_for_the_rows_that_there_are(connect
         torch.full((result_words(num_slots),), -7, dtype=torch.int32, pin_memory=DEVICE.type == "cuda")
         for _ in range(3)
     ]
+    plans = [torch.zeros(1, dtype=torch.int32) for _ in hosts]
     if connected:
-        ring.connect([(torch.zeros(1, dtype=torch.int32), host) for host in hosts])
-    ring.turn.fill_(2)  # the plan's own turn counts
+        ring.connect(list(zip(plans, hosts, strict=True)))
     inputs = torch.zeros(HEADER_WORDS, dtype=torch.int32, device=DEVICE)
     inputs[TURN_WORD] = turn
     state = running_state(num_slots)
@@ -172,11 +172,11 @@ def test_results_go_to_the_turns_host_buffer_for_the_rows_that_there_are(connect
         Results.of(expected).finish[:rows] = torch.tensor([int(row == 9) for row in range(rows)])
     assert torch.equal(hosts[turn], expected)
     assert all((hosts[other] == -7).all() for other in (0, 2))
-    assert ring.turn.item() == 2
+    assert ring.next_upload.item() == (plans[2].data_ptr() if connected else 0)
     if connected:
         inputs[TURN_WORD] = 2
         post_update_to_host(sampled, state, meta, ring, inputs, num_slots=num_slots)
-        assert ring.turn.item() == 0
+        assert ring.next_upload.item() == plans[0].data_ptr()
         assert (hosts[2][token_words(num_slots) :] == -7).all()
 
 
