@@ -14,6 +14,7 @@ from torch import Tensor
 from asyncengine.config import PAGE_SIZE
 from gpu_runner.kernels.host_ring import WORDS_PER_TOKEN, HostRing
 from gpu_runner.kernels.step_meta_kernel import step_meta_kernel
+from gpu_runner.kernels.upload_layout import HEADER_WORDS
 from gpu_runner.kernels.work_list import WorkList, list_shape
 
 BLOCK = 256
@@ -124,7 +125,8 @@ def step_meta(
     pages_per_seq = state.page_table.shape[1]
     programs = triton.cdiv(max(max_rows, num_tokens), BLOCK)
     lists = list_shape(work, prefill=prefill, split_step=split_step)
-    ahead = min(num_tokens * WORDS_PER_TOKEN + AHEAD_STEP - 1, FETCH_BLOCK, len(upload)) // AHEAD_STEP
+    usual = HEADER_WORDS + num_tokens * WORDS_PER_TOKEN + AHEAD_STEP
+    ahead = min(usual, FETCH_BLOCK, len(upload)) // AHEAD_STEP
     pdl = pdl and upload.is_cuda
     step_meta_kernel[(programs + lists["LISTS"],)](
         upload,
