@@ -37,8 +37,8 @@ def post_update(sampled: Tensor, state: SlotState, meta: StepMeta, results: Tens
     and the row ends with STOP if that is one of its stop ids, else with LENGTH if it is the last that `limit` allows.
     Fixed in a graph: all addresses, N, R.
 
-    With `pdl`, all but `sampled` is read before the wait: a kernel that triggers behind its own wait, and writes none
-    of it, must stand right before this one (the sampler's last does, in a step).
+    With `pdl`, all but `sampled` and the begin time is read before the wait: a kernel that triggers behind its own
+    wait, and writes none of that, must stand right before this one (the sampler's last does, in a step).
     """
     capacity = (len(results) - TIME_WORDS) // COLUMNS
     _launch(sampled, state, meta, results, capacity, programs=triton.cdiv(capacity, ROWS), pdl=pdl)
@@ -186,6 +186,7 @@ def _post_update_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.load(sampled + index, mask=samples, other=-1)
+    began = tl.load(begin_time)
     is_stop = tl.max((stops == token[:, None]).to(tl.int32), axis=1) > 0
     finish = tl.where(is_stop, _STOP, tl.where(end + 1 >= most, _LENGTH, 0))
     finish = tl.where(samples, finish, 0)
@@ -204,5 +205,5 @@ def _post_update_kernel(
             has_times = address != 0
             tl.store(next_upload, following, mask=has_times)
         times = target.to(tl.pointer_type(tl.int64), bitcast=True)
-        tl.store(times, tl.load(begin_time), mask=has_times)
+        tl.store(times, began, mask=has_times)
         tl.store(times + 1, tl.extra.cuda.globaltimer() if CLOCK else 0, mask=has_times)

@@ -175,6 +175,7 @@ def test_results_go_to_the_turns_host_buffer_for_the_rows_that_there_are(connect
     assert ring.next_upload.item() == (plans[2].data_ptr() if connected else 0)
     if connected:
         inputs[TURN_WORD] = 2
+        sampled = sampled.clone()  # so that a launch stands between the turn's and the one that reads it early
         post_update_to_host(sampled, state, meta, ring, inputs, num_slots=num_slots)
         assert ring.next_upload.item() == plans[0].data_ptr()
         assert (hosts[2][token_words(num_slots) :] == -7).all()
