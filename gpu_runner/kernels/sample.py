@@ -14,7 +14,7 @@ Penalties and logit bias have their place before these calls, on the logits (`sa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,13 +25,13 @@ from gpu_runner.kernels.sample_argmax import argmax_kernel
 from gpu_runner.kernels.sample_filter import NUM_GROUPS
 from gpu_runner.kernels.sample_finish import finish_kernel
 from gpu_runner.kernels.sample_propose import propose_again_kernel, propose_kernel
-from gpu_runner.kernels.sample_weigh import weigh_kernel
+from gpu_runner.kernels.sample_weigh import weigh_again_kernel, weigh_kernel
 from gpu_runner.kernels.step_meta import SlotState, StepMeta
 
 CANDIDATES = 4096
 """Candidates of a row that have a place; see `sample_filter`."""
-FINER = 4
-"""Into how many times the parts rows are cut after the first round, when few are still open."""
+FEW_CANDIDATES = 1024
+"""Most that `finish` searches without reading them again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,8 @@ SAMPLE_TILING = Tiling(block=1024, num_warps=4, stages=3, programs=2 * PROGRAMS)
 """Small tiles, of which few hold a new best score; what the noise takes in registers leaves the loads to the stages."""
 FINISH_TILING = Tiling(block=1024, num_warps=8, stages=3, programs=1)
 """Of one program for each row."""
-
-
-def _finer(tiling: Tiling) -> Tiling:
-    return replace(tiling, programs=FINER * tiling.programs)
+FEW_ROWS_FINISH_TILING = Tiling(block=4096, num_warps=16, stages=2, programs=1)
+"""Up to FEW_ROWS, which leave multiprocessors to spare."""
 
 
 class Sampler:
@@ -93,10 +91,9 @@ class Sampler:
 
         tilings = (tiling,) if tiling else (FEW_ROWS_TILING, SAMPLE_TILING, GREEDY_TILING)
         parts = max(choice.most_programs(max_rows) for choice in tilings)
-        finer_parts = max(_finer(choice).most_programs(max_rows) for choice in tilings)
         self._part_best = empty(parts, dtype=torch.float32)
-        self._part_score = empty(finer_parts, dtype=torch.float32)
-        self._part_token = empty(finer_parts)
+        self._part_score = empty(parts, dtype=torch.float32)
+        self._part_token = empty(parts)
         self._group_best = empty(parts * max(choice.groups for choice in tilings), dtype=torch.float32)
         self._arrived = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._row_state = empty(max_rows)
@@ -105,6 +102,9 @@ class Sampler:
         self._row_x = empty(max_rows, dtype=torch.float32)
         self._row_total = empty(max_rows, dtype=torch.int64)
         self._row_before = empty(max_rows, dtype=torch.int64)
+        self._rounds = triton.next_power_of_2(max(choice.rounds for choice in tilings))
+        self._open_rows = empty(self._rounds, max_rows)
+        self._open_count = empty(self._rounds)
         self._num_candidates = empty(max_rows)
         self._candidate_x = empty(max_rows, candidates, dtype=torch.float32)
         self._candidate_id = empty(max_rows, candidates)
@@ -177,32 +177,67 @@ class Sampler:
             self._row_total,
             self._row_before,
             self._num_candidates,
+            self._open_count,
             out,
             **cut,
+            ROUNDS=self._rounds,
             BANS=bans_stop_ids,
             LANES=min(tiling.groups, tiling.block),
             **options,
         )
-        self._weigh(logits, state, meta, out, cut, tiling, first_round=True)
-        finer = self._cut(logits, _finer(tiling))
-        for _ in range(1, tiling.rounds):
-            propose_again_kernel[(finer["parts"], rows)](
+        of_rows = (self._arrived, self._row_state, self._row_token, self._row_best, self._row_x)
+        weights = (self._row_total, self._row_before)
+        open_rows = (self._open_rows, self._open_count)
+        weigh_kernel[(cut["parts"], rows)](
+            logits,
+            meta.counts,
+            meta.sample_row,
+            meta.row_slot,
+            *filters,
+            *of_rows,
+            *weights,
+            self._num_candidates,
+            self._candidate_x,
+            self._candidate_id,
+            *open_rows,
+            out,
+            **cut,
+            CAPACITY=self._candidates,
+            **options,
+        )
+        again = {"row_stride": cut["row_stride"], "vocab": self._vocab, "max_rows": self._max_rows}
+        programs = min(tiling.most_programs(rows), rows * triton.cdiv(self._vocab, tiling.block))
+        for number in range(tiling.rounds - 1):
+            propose_again_kernel[(programs,)](
                 logits,
-                *self._rows(meta),
+                meta.sample_row,
+                meta.row_slot,
+                meta.row_start,
+                meta.row_len,
                 *filters,
                 state.seed,
                 self._part_score,
                 self._part_token,
-                self._arrived,
-                self._row_state,
-                self._row_token,
-                self._row_best,
-                self._row_x,
+                *of_rows,
+                *open_rows,
                 out,
-                **finer,
+                **again,
+                round=number,
                 **options,
             )
-            self._weigh(logits, state, meta, out, finer, tiling, first_round=False)
+            weigh_again_kernel[(programs,)](
+                logits,
+                meta.sample_row,
+                meta.row_slot,
+                *filters,
+                *of_rows,
+                *weights,
+                *open_rows,
+                out,
+                **again,
+                round=number,
+                **options,
+            )
         finish_kernel[(rows,)](
             logits,
             *self._rows(meta),
@@ -219,44 +254,8 @@ class Sampler:
             row_stride=cut["row_stride"],
             vocab=self._vocab,
             CAPACITY=self._candidates,
-            **self._options(FINISH_TILING),
-        )
-
-    def _weigh(
-        self,
-        logits: Tensor,
-        state: SlotState,
-        meta: StepMeta,
-        out: Tensor,
-        cut: dict[str, int],
-        tiling: Tiling,
-        *,
-        first_round: bool,
-    ) -> None:
-        weigh_kernel[(cut["parts"], len(logits))](
-            logits,
-            meta.counts,
-            meta.sample_row,
-            meta.row_slot,
-            state.temperature,
-            state.top_k,
-            state.top_p,
-            state.min_p,
-            self._arrived,
-            self._row_state,
-            self._row_token,
-            self._row_best,
-            self._row_x,
-            self._row_total,
-            self._row_before,
-            self._num_candidates,
-            self._candidate_x,
-            self._candidate_id,
-            out,
-            **cut,
-            first_round=int(first_round),
-            CAPACITY=self._candidates,
-            **self._options(tiling),
+            FEW=FEW_CANDIDATES,
+            **self._options(FEW_ROWS_FINISH_TILING if rows <= FEW_ROWS else FINISH_TILING),
         )
 
     def _check(self, logits: Tensor, many_rows: Tiling) -> tuple[int, Tiling]:

@@ -7,6 +7,8 @@ all that are likelier together weigh less than what it must reach; top-k, if the
     propose   parts x rows   the id with the best score, filters aside
     weigh     parts x rows   the weight, or the number, of the likelier ids, which settles the row or rejects the id
 
+Rows whose id is rejected are listed, and the programs of the next round's launches share what is listed.
+
 An id of the whole row is kept with probability p. A rejected one bounds those that may be kept, which lie before it:
 the next round proposes the best of them. Of the rows, 1 - p need a second round and (1 - p)**2 / 2 or so a third.
 
@@ -67,6 +69,16 @@ def filters_of(slot, temperature, top_k, top_p, min_p, vocab):
     off = greedy | (least <= 0.0)
     x_max = tl.where(off, INFINITY, -tl.log(tl.where(off, 1.0, least)).to(tl.float32))
     return k, p, x_max, tl.div_rn(1.0, tl.where(greedy, 1.0, heat))
+
+
+@triton.jit
+def parts_of_open_rows(count, vocab, BLOCK: tl.constexpr):
+    """Parts of each row, ids of a part, and parts in all, which are no more than programs or than open rows."""
+    rows = tl.load(count)
+    tiles = tl.cdiv(vocab, BLOCK)
+    tiles_per_part = tl.cdiv(tiles, tl.maximum(tl.num_programs(0) // tl.maximum(rows, 1), 1))
+    parts = tl.cdiv(tiles, tiles_per_part)
+    return parts, tiles_per_part * BLOCK, rows * parts
 
 
 @triton.jit

@@ -28,6 +28,11 @@ from gpu_runner.kernels.sample_noise import (
 _LARGEST_KEY = tl.constexpr(0x7F800000)
 """The bits of +inf. Bits of floats that are not negative are in the order of the floats."""
 
+_COUNT_AT = tl.constexpr(51)
+_COUNTED = tl.constexpr(2**51)
+"""1024 keys weigh less, of 2**40 at most each, and so many times 2**51 is still an int64."""
+_WEIGHT_BITS = tl.constexpr(2**51 - 1)
+
 
 @triton.jit
 def _candidates(start, number, whole_row, row_logits, xs, ids, best, per_heat, BLOCK: tl.constexpr):
@@ -68,16 +73,25 @@ def _key_that_reaches(
 
 
 @triton.jit
-def _key_in_tile(wanted, largest, key, amount):
-    """As `_key_that_reaches`, of a tile's keys."""
+def _key_in_tile(wanted, largest, key, amount, COUNT_AT: tl.constexpr):
+    """A key up to which are those that `_key_that_reaches` would find, of a tile's keys.
+
+    amount: 0 beyond `largest`; else 1 (COUNT_AT = 0), or a weight and 2**COUNT_AT, so that one sum tells both what keys
+    weigh and how many there are: of a single one left, which is where most searches end, the last bits do not matter.
+    """
     low = 0
     high = largest
-    while low < high:
+    up_to = tl.sum(amount, axis=0)
+    below = up_to - up_to
+    while (low < high) & ((up_to - below) >> COUNT_AT > 1):
         middle = low + (high - low) // 2
-        reached = tl.sum(tl.where(key <= middle, amount, 0), axis=0) >= wanted
+        there = tl.sum(tl.where(key <= middle, amount, 0), axis=0)
+        reached = (there.to(tl.int64) & _WEIGHT_BITS) >= wanted
         high = tl.where(reached, middle, high)
+        up_to = tl.where(reached, there, up_to)
         low = tl.where(reached, low, middle + 1)
-    return low
+        below = tl.where(reached, below, there)
+    return high
 
 
 @triton.jit
@@ -92,18 +106,19 @@ def _best_of_few(
     heat,
     first_key,
     second_key,
-    BLOCK: tl.constexpr,
+    FEW: tl.constexpr,
 ):
-    """The best score's id among those kept of at most BLOCK candidates."""
-    index = tl.arange(0, BLOCK)
+    """The best score's id among those kept of at most FEW candidates."""
+    index = tl.arange(0, FEW)
     inside = index < number
     x = tl.load(xs + index, mask=inside, other=INFINITY)
     id = tl.load(ids + index, mask=inside, other=0)
     key = x.to(tl.int32, bitcast=True)
-    last_key = _key_in_tile(k, _LARGEST_KEY - 1, key, tl.full([BLOCK], 1, tl.int32))
+    last_key = _key_in_tile(k, _LARGEST_KEY - 1, key, inside.to(tl.int32), 0)
     if p < 1.0:
-        amount = tl.where(key <= last_key, amount_of(x, False), 0)
-        last_key = _key_in_tile(weight_wanted(tl.sum(amount, axis=0), p), last_key, key, amount)
+        weight = tl.where(key <= last_key, amount_of(x, False), 0)
+        wanted = weight_wanted(tl.sum(weight, axis=0), p)
+        last_key = _key_in_tile(wanted, last_key, key, tl.where(key <= last_key, weight + _COUNTED, 0), _COUNT_AT)
     kept = (key <= last_key) & (x <= x_max)
     logit = without_nan(tl.load(row_logits + id, mask=kept, other=-INFINITY))
     score = tl.where(kept, logit + heat * gumbel(uniform(noise_bits(id, first_key, second_key))), -INFINITY)
@@ -206,11 +221,12 @@ def finish_kernel(
     row_stride,
     vocab,
     CAPACITY: tl.constexpr,
+    FEW: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program per row that is not settled; BLOCK candidates or ids at a time."""
+    """Program per row that is not settled; up to FEW candidates at once, or BLOCK candidates or ids at a time."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -233,8 +249,8 @@ def finish_kernel(
         number = tl.where(whole_row, vocab, number)
         xs = candidate_x + row * CAPACITY
         ids = candidate_id + row * CAPACITY
-        if (number <= BLOCK) & (whole_row == 0):
-            token = _best_of_few(k, p, x_max, number, row_logits, xs, ids, heat, first_key, second_key, BLOCK)
+        if (number <= FEW) & (whole_row == 0):
+            token = _best_of_few(k, p, x_max, number, row_logits, xs, ids, heat, first_key, second_key, FEW)
         else:
             last_key = _key_that_reaches(
                 k.to(tl.int64), _LARGEST_KEY, number, whole_row, row_logits, xs, ids, best, per_heat, True, BLOCK

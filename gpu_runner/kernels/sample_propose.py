@@ -9,13 +9,13 @@ from gpu_runner.kernels.sample_argmax import STOP_IDS
 from gpu_runner.kernels.sample_filter import (
     INFINITY,
     NUM_GROUPS,
-    REJECTED,
     SETTLED,
     SHORT,
     SMALL_K,
     X_END,
     filters_of,
     leave_proposal,
+    parts_of_open_rows,
 )
 from gpu_runner.kernels.sample_noise import (
     NO_TOKEN,
@@ -83,23 +83,30 @@ def propose_kernel(
     row_total,
     row_before,
     num_candidates,
+    open_count,
     out,
     row_stride,
     vocab,
     part_size,
     parts,
+    ROUNDS: tl.constexpr,
     BANS: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (part, row). LANES: groups of a part. `row_x` of a row of small k says up to where candidates lie."""
+    """Program (part, row). LANES: groups of a part. ROUNDS: of which open rows are counted.
+
+    `row_x` of a row of small k says up to where candidates lie.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     part = tl.program_id(0)
     row = tl.program_id(1)
+    if (part == 0) & (row == 0):
+        tl.store(open_count + tl.arange(0, ROUNDS), 0)
     if row >= tl.load(counts + 3):
         if part == 0:
             tl.store(row_state + row, SETTLED)
@@ -156,10 +163,9 @@ def propose_kernel(
         tl.store(row_best + row, best)
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["max_rows", "round"])  # one kernel serves all graphs and rounds
 def propose_again_kernel(
     logits,
-    counts,
     sample_row,
     row_slot,
     row_start,
@@ -176,44 +182,43 @@ def propose_again_kernel(
     row_token,
     row_best,
     row_x,
+    open_rows,
+    open_count,
     out,
     row_stride,
     vocab,
-    part_size,
-    parts,
+    max_rows,
+    round,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (part, row), of the ids before a rejected one."""
+    """Programs share the rows that are open after round `round`, of the ids before each one's rejected one."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    part = tl.program_id(0)
-    row = tl.program_id(1)
-    if row >= tl.load(counts + 3):
-        return
-    if tl.load(row_state + row) != REJECTED:
-        return
-    row_logits = logits + row.to(tl.int64) * row_stride
-    first = part * part_size
-    step_row = tl.load(sample_row + row)
-    slot = tl.load(row_slot + step_row)
-    k, p, x_max, per_heat = filters_of(slot, temperature, top_k, top_p, min_p, vocab)
-    best = tl.load(row_best + row)
-    bound = tl.load(row_x + row)
-    heat, lag_scale, row_seed = noise_of_row(slot, temperature, seed)
-    first_key, second_key = noise_keys(row_seed, tl.load(row_start + step_row) + tl.load(row_len + step_row))
-    score = -INFINITY
-    token = NO_TOKEN
-    for start in tl.range(first, tl.minimum(first + part_size, vocab), BLOCK, num_stages=STAGES):
-        ids = start + tl.arange(0, BLOCK)
-        logit = without_nan(tl.load(row_logits + ids, mask=ids < vocab, other=-INFINITY))
-        x = (best - logit) * per_heat
-        alive = tl.where((x < bound) & (x <= x_max), logit, -INFINITY)
-        score, token = improve(alive, ids, score, token, heat, lag_scale, first_key, second_key)
-    tl.store(part_score + row * parts + part, score)
-    tl.store(part_token + row * parts + part, token)
-    if arrives_last(arrived + row, parts):
-        token = best_proposal(part_score, part_token, row * parts, parts)
-        leave_proposal(token, row, row_logits, vocab, best, per_heat, k, p, x_max, row_state, row_token, row_x, out)
+    parts, part_size, items = parts_of_open_rows(open_count + round, vocab, BLOCK)
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        row = tl.load(open_rows + round * max_rows + item // parts)
+        row_logits = logits + row.to(tl.int64) * row_stride
+        first = (item % parts) * part_size
+        step_row = tl.load(sample_row + row)
+        slot = tl.load(row_slot + step_row)
+        k, p, x_max, per_heat = filters_of(slot, temperature, top_k, top_p, min_p, vocab)
+        best = tl.load(row_best + row)
+        bound = tl.load(row_x + row)
+        heat, lag_scale, row_seed = noise_of_row(slot, temperature, seed)
+        first_key, second_key = noise_keys(row_seed, tl.load(row_start + step_row) + tl.load(row_len + step_row))
+        score = -INFINITY
+        token = NO_TOKEN
+        for start in tl.range(first, tl.minimum(first + part_size, vocab), BLOCK, num_stages=STAGES):
+            ids = start + tl.arange(0, BLOCK)
+            logit = without_nan(tl.load(row_logits + ids, mask=ids < vocab, other=-INFINITY))
+            x = (best - logit) * per_heat
+            alive = tl.where((x < bound) & (x <= x_max), logit, -INFINITY)
+            score, token = improve(alive, ids, score, token, heat, lag_scale, first_key, second_key)
+        tl.store(part_score + item, score)
+        tl.store(part_token + item, token)
+        if arrives_last(arrived + row, parts):
+            token = best_proposal(part_score, part_token, item // parts * parts, parts)
+            leave_proposal(token, row, row_logits, vocab, best, per_heat, k, p, x_max, row_state, row_token, row_x, out)

@@ -48,13 +48,19 @@ class Launch:
 
     def last_index_of(self, name: str) -> int | None:
         """The largest index of a tensor that any program reads or writes; None of those that are not a Sampler's."""
-        rows, arguments = self.grid[-1], self.arguments
+        arguments = self.arguments
+        rows = len(arguments["logits"])
         if name in ("part_best", "part_score", "part_token"):
-            return self.programs - 1
+            # Of open rows, as many as there are programs share those; any more have one part each.
+            return max(self.programs, rows) - 1
         if name == "group_best":
             return self.programs * int(arguments["LANES"]) - 1
         if name in ("candidate_x", "candidate_id"):
             return rows * int(arguments["CAPACITY"]) - 1
+        if name in ("open_rows", "open_count"):
+            # A round leaves its rows to the next one's.
+            lists = int(arguments.get("round", -1)) + 2
+            return lists * rows - 1 if name == "open_rows" else max(lists, int(arguments.get("ROUNDS", 0))) - 1
         if name == "logits":
             return (rows - 1) * int(arguments["row_stride"]) + int(arguments["vocab"]) - 1
         if name.startswith("row_") and name not in ("row_slot", "row_start", "row_len", "row_stride"):
@@ -106,7 +112,7 @@ def test_every_index_of_any_number_of_rows_has_a_place(
                 parts, part_size = launch.arguments["parts"], launch.arguments["part_size"]
                 assert launch.grid == (parts, rows)
                 assert (parts - 1) * part_size < vocab <= parts * part_size
-            else:
+            elif launch.kernel == "finish_kernel":
                 assert launch.grid == (rows,)
     scratch = {name: tensor for name, tensor in vars(sampler).items() if isinstance(tensor, Tensor)}
     assert [name for name, tensor in scratch.items() if id(tensor) not in checked] == []
