@@ -87,7 +87,7 @@ def improve(logits, ids, score, token, heat, lag_scale, first_key, second_key):
     score, token: the best so far, -inf and NO_TOKEN if none. heat, lag_scale: as `noise_of_row` gives them.
     """
     h = noise_bits(ids, first_key, second_key)
-    can_win = uniform(h) <= 1.001 * tl.exp2((logits - _bar(score)) * lag_scale)
+    can_win = uniform(h) <= 1.001 * tl.exp2((logits - bar_of(score)) * lag_scale)
     return _best_of_tile(can_win, h, logits, ids, score, token, heat)
 
 
@@ -95,14 +95,20 @@ def improve(logits, ids, score, token, heat, lag_scale, first_key, second_key):
 def improve_by_bits(logits, ids, score, token, heat, lag_scale, first_key, second_key):
     """As `improve`, without an exponential for each id: the logarithm of v, which a float's bits tell well enough."""
     h = noise_bits(ids, first_key, second_key)
-    # Of 2**32 * v, the bits as a number are its logarithm to base 2, in units of 2**-23, from 0.09 below to none above.
-    log_v = (h.to(tl.float32) + 0.5).to(tl.int32, bitcast=True).to(tl.float32)
-    can_win = log_v <= (logits - _bar(score)) * (lag_scale * _LOG_UNIT) + (127 + 32 + 0.002) * _LOG_UNIT
+    can_win = may_win_by_bits(h, logits, bar_of(score), lag_scale)
     return _best_of_tile(can_win, h, logits, ids, score, token, heat)
 
 
 @triton.jit
-def _bar(score):
+def may_win_by_bits(h, logits, bar, lag_scale):
+    """False only where the score is below `bar`. h: as `noise_bits` gives it."""
+    # Of 2**32 * v, the bits as a number are its logarithm to base 2, in units of 2**-23, from 0.09 below to none above.
+    log_v = (h.to(tl.float32) + 0.5).to(tl.int32, bitcast=True).to(tl.float32)
+    return log_v <= (logits - bar) * (lag_scale * _LOG_UNIT) + (127 + 32 + 0.002) * _LOG_UNIT
+
+
+@triton.jit
+def bar_of(score):
     """A little below: its margin, and those of who takes it, are above what rounding does to the score and to them."""
     return tl.maximum(score - tl.abs(score) * 1e-6, -FLOAT32_MAX)
 
