@@ -29,7 +29,6 @@ class HeadConfig:
 # From the output of `scripts/bench_kernels/head.py`.
 FEW_TOKENS = HeadConfig(tokens=64, ids=128, block_k=64, stages=4, num_warps=4, programs=2, flatten=True)
 MANY_TOKENS = HeadConfig(tokens=128, ids=256, block_k=64, stages=4, num_warps=8, programs=1, flatten=True)
-MANY_TOKENS_NOISE = HeadConfig(tokens=128, ids=128, block_k=64, stages=4, num_warps=8, programs=1, flatten=True)
 MIN_ROWS: Final = 33
 
 
@@ -37,5 +36,5 @@ def choose_head(rows: int, vocab: int, k: int, dtype: torch.dtype, *, noise: boo
     """How to choose tokens of [rows, k] @ [vocab, k]^T. None: by logits in memory."""
     if rows < MIN_ROWS or dtype.itemsize != 2 or k * dtype.itemsize % ROW_BYTES:
         return None
-    config = FEW_TOKENS if rows <= FEW_TOKENS.tokens else MANY_TOKENS_NOISE if noise else MANY_TOKENS
+    config = FEW_TOKENS if rows <= FEW_TOKENS.tokens else MANY_TOKENS
     return config if vocab >= config.ids else None

@@ -119,8 +119,8 @@ def head_argmax_kernel(
     FLATTEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """NOISE: scores are those of a row's temperature and seed, else the logits. A row without any finite logit, or beyond
-    the step's samples, gets id 0.
+    """NOISE: scores are those of a row's temperature and seed, else the logits. A row without any finite logit, or
+    beyond the step's samples, gets id 0.
 
     The grid is a multiple of the token tiles. Neighbours share their tiles of the vocabulary, so that memory is asked
     for them once.

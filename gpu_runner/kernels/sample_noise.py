@@ -75,7 +75,7 @@ def gumbel(v):
 
 @triton.jit
 def noise_bound(bits):
-    """What the noise of each h is at most, and nearly where it is large: -log(v), which a float's bits tell well enough."""
+    """What the noise of each h is at most, and nearly where it is large: -log(v), as a float's bits tell it."""
     # Of 2**32 * v, the bits as a number are its logarithm to base 2, in units of 2**-23, from 0.09 below to none above.
     log_v = (bits.to(tl.float32) + 0.5).to(tl.int32, bitcast=True).to(tl.float32)
     return (127 + 32 + 0.002) * _LOG_2 - log_v * (_LOG_2 / _LOG_UNIT)
