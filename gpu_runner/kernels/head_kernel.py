@@ -126,8 +126,6 @@ def head_argmax_kernel(
     for them once.
     """
     TILES: tl.constexpr = (V + IDS - 1) // IDS
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     token_tiles = tl.cdiv(num_rows, TOKENS)
     programs = tl.num_programs(0) // token_tiles
     token_tile = tl.program_id(0) % token_tiles
@@ -135,6 +133,7 @@ def head_argmax_kernel(
     row = token_start + tl.arange(0, TOKENS)
     if PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     samples = tl.minimum(tl.load(counts + 3), num_rows)
     is_sample = row < samples
     if NOISE:

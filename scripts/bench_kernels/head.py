@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from linear import CANNOT_RUN, DEVICE, DTYPE, MODELS, SMOKE, GraphTimer, compile_all, random_normal
@@ -146,10 +147,10 @@ class Bench:
             worst = max(worst, float(gaps.max()))
             if gaps.max() > MAX_GAP:
                 print(f"WRONG {name} {rows} {short(way)}: {float(gaps.max()):.3g} below the best", flush=True)
-            times.append((self.us(lambda way=way: self.fused(rows, way, noise=noise)), short(way)))
+            times.append((self.us(partial(self.fused, rows, way, noise=noise)), short(way)))
         del scores
         self.by_logits(rows, noise=noise)
-        logits_us = self.us(lambda: self.by_logits(rows, noise=noise))
+        logits_us = self.us(partial(self.by_logits, rows, noise=noise))
         n, k = self.weight.shape
         floor = max(self.weight.nbytes / DRAM_BYTES_PER_US, 2 * rows * n * k / FLOPS_PER_US)
         listed = ", ".join(f"{way} {us:.0f}" for us, way in sorted(times)[:4])
