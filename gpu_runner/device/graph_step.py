@@ -25,10 +25,11 @@ from torch import Tensor
 from asyncengine.config import PAGE_SIZE
 from gpu_runner.device.buffers import RING_DEPTH, PackedStep, RingSlot
 from gpu_runner.device.state import DeviceState
-from gpu_runner.device.step import DecoderLike
 from gpu_runner.device.token_masks import TokenMasks
 from gpu_runner.kernels import norm_rope
 from gpu_runner.kernels.cuda_ops import CudaMeta
+from gpu_runner.kernels.head import HeadSampler
+from gpu_runner.kernels.head_config import choose_head
 from gpu_runner.kernels.host_ring import HostRing, deliver, fetch
 from gpu_runner.kernels.post_update import post_update, post_update_to_host
 from gpu_runner.kernels.result_layout import Results, result_words
@@ -37,6 +38,7 @@ from gpu_runner.kernels.sample_full import FullSampling
 from gpu_runner.kernels.step_meta import new_step_meta, step_meta
 from gpu_runner.kernels.work_list import LONE_ROWS, LONE_SPLIT_STEP, allocate_work_list, build_work_list
 from gpu_runner.models.config import ModelConfig
+from gpu_runner.models.decoder import Decoder
 from gpu_runner.schedule.buckets import bucket_for, token_buckets
 
 Variant = Literal["none", "greedy", "sample", "filtered", "full"]
@@ -65,7 +67,7 @@ class GraphStep:
     def __init__(
         self,
         *,
-        decoder: DecoderLike,
+        decoder: Decoder,
         model: ModelConfig,
         kv_cache: Tensor,
         state: DeviceState,
@@ -103,6 +105,8 @@ class GraphStep:
             for window in dict.fromkeys(model.layer_windows)
         }
         self._sampler = Sampler(max_rows=max_rows, vocab=model.vocab_size, device=device, pdl=pdl)
+        self._head = HeadSampler(max_rows=max_rows, device=device, pdl=pdl)
+        self._vocab = model.vocab_size
         self._sample_hidden = torch.zeros(max_rows, model.hidden_size, dtype=dtype, device=device)
         self._sampled = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._full = FullSampling(max_rows=max_rows, vocab=model.vocab_size, device=device, pdl=pdl)
@@ -244,19 +248,8 @@ class GraphStep:
     def _finish(self, variant: Variant, hidden: Tensor) -> None:
         """From those residuals to the results. hidden: [N, hidden], N at least the step's samples."""
         sampled = self._sampled[: len(hidden)]
-        if variant != "none":
-            logits = self._decoder.logits(hidden)
-            if variant == "greedy":
-                self._sampler.greedy(logits, self._state, self._meta, sampled, bans_stop_ids=False)
-            else:
-                if variant == "full":
-                    self._full.before(logits, self._state, self._meta, self._page_tokens)
-                filtered = variant != "sample"
-                self._sampler.sample(
-                    logits, self._state, self._meta, sampled, filtered=filtered, bans_stop_ids=filtered
-                )
-                if variant == "full":
-                    self._full.after(logits, sampled, self._state, self._meta, self._page_tokens, self._parts)
+        if variant != "none" and not self._choose_without_logits(variant, hidden, sampled):
+            self._choose_by_logits(variant, self._decoder.logits(hidden), sampled)
         if variant == "full":
             post_update(sampled, self._state, self._meta, self._results, pdl=self._pdl)
             deliver(self._host_ring, self._inputs, self._results, pdl=self._pdl)
@@ -266,6 +259,30 @@ class GraphStep:
                 num_slots=len(self._state.done),
                 pdl=self._pdl,
             )
+
+    def _choose_without_logits(self, variant: Variant, hidden: Tensor, sampled: Tensor) -> bool:
+        """Whether it was done: no row needs more than its best score, and the table takes the head's shape."""
+        if variant not in ("greedy", "sample"):
+            return False
+        noise = variant == "sample"
+        config = choose_head(len(hidden), self._vocab, hidden.shape[1], hidden.dtype, noise=noise)
+        if config is None:
+            return False
+        x, weight = self._decoder.head_factors(hidden)
+        self._head.choose(x, weight, self._state, self._meta, sampled, noise=noise, config=config)
+        return True
+
+    def _choose_by_logits(self, variant: Variant, logits: Tensor, sampled: Tensor) -> None:
+        """Changes the logits."""
+        if variant == "greedy":
+            self._sampler.greedy(logits, self._state, self._meta, sampled, bans_stop_ids=False)
+            return
+        if variant == "full":
+            self._full.before(logits, self._state, self._meta, self._page_tokens)
+        filtered = variant != "sample"
+        self._sampler.sample(logits, self._state, self._meta, sampled, filtered=filtered, bans_stop_ids=filtered)
+        if variant == "full":
+            self._full.after(logits, sampled, self._state, self._meta, self._page_tokens, self._parts)
 
     def _finish_key(self, step: PackedStep) -> tuple[Variant, int]:
         variant = _variant(step)

@@ -22,6 +22,7 @@ _INFINITY = tl.constexpr(float("inf"))
 _LANES = tl.constexpr(256)
 _LOG_UNIT = tl.constexpr(2.0**23)
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_LOG_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -73,11 +74,25 @@ def gumbel(v):
 
 
 @triton.jit
+def noise_bound(bits):
+    """What the noise of each h is at most, and nearly where it is large: -log(v), as a float's bits tell it."""
+    # Of 2**32 * v, the bits as a number are its logarithm to base 2, in units of 2**-23, from 0.09 below to none above.
+    log_v = (bits.to(tl.float32) + 0.5).to(tl.int32, bitcast=True).to(tl.float32)
+    return (127 + 32 + 0.002) * _LOG_2 - log_v * (_LOG_2 / _LOG_UNIT)
+
+
+@triton.jit
 def noise_of_row(slot, temperature, seed):
     """What scales the noise: 0 for a greedy row, and how a logit's lag counts in powers of two."""
     heat = tl.load(temperature + slot)
     heat = tl.where(heat < GREEDY_BELOW, 0.0, heat)
     return heat, tl.div_rn(_LOG2_E, tl.maximum(heat, 1e-30)), tl.load(seed + slot)
+
+
+@triton.jit
+def bar_of(score):
+    """A little below: its margin, and those of who takes it, are above what rounding does to the score and to them."""
+    return tl.maximum(score - tl.abs(score) * 1e-6, -FLOAT32_MAX)
 
 
 @triton.jit
@@ -89,9 +104,7 @@ def improve(logits, ids, score, token, heat, lag_scale, first_key, second_key):
     h = noise_bits(ids, first_key, second_key)
     # Of 2**32 * v, the bits as a number are its logarithm to base 2, in units of 2**-23, from 0.09 below to none above.
     log_v = (h.to(tl.float32) + 0.5).to(tl.int32, bitcast=True).to(tl.float32)
-    # The margins are above what rounding does to the score and to this bound.
-    bar = tl.maximum(score - tl.abs(score) * 1e-6, -FLOAT32_MAX)
-    can_win = log_v <= (logits - bar) * (lag_scale * _LOG_UNIT) + (127 + 32 + 0.002) * _LOG_UNIT
+    can_win = log_v <= (logits - bar_of(score)) * (lag_scale * _LOG_UNIT) + (127 + 32 + 0.002) * _LOG_UNIT
     if tl.max(can_win.to(tl.int32), axis=0) > 0:
         scores = logits + heat * gumbel(uniform(h))
         top = tl.max(scores, axis=0)

@@ -83,10 +83,12 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head. hidden: [S, hidden] rows of `forward`'s result. Returns [S, vocab] float32."""
+        return self._ops.logits(*self.head_factors(hidden))
+
+    def head_factors(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits are x @ weight.T of what this returns: x, hidden after the final norm, and the head's weight."""
         weights = self._weights
-        return self._ops.logits(
-            self._ops.rms_norm(hidden, weights.final_norm, self.config.rms_norm_eps), weights.lm_head
-        )
+        return self._ops.rms_norm(hidden, weights.final_norm, self.config.rms_norm_eps), weights.lm_head
 
     def _tensors(self) -> list[Tensor]:
         weights = self._weights

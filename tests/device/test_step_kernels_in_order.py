@@ -12,6 +12,7 @@ from support.random_model import write_config
 
 from asyncengine.sampling import SamplingParams, Structured
 from asyncengine.wire.messages import RunnerInfo
+from gpu_runner.device import graph_step
 from gpu_runner.device.buffers import pages_for
 from gpu_runner.device.executor import Executor, StepRunner
 from gpu_runner.device.graph_step import GraphStep
@@ -20,6 +21,7 @@ from gpu_runner.device.state import DeviceState
 from gpu_runner.device.step import Step
 from gpu_runner.device.target import make_stream
 from gpu_runner.kernels.cuda_ops import CudaOps
+from gpu_runner.kernels.head_config import HeadConfig
 from gpu_runner.kernels.upload_layout import upload_words
 from gpu_runner.models.registry import random_model
 
@@ -55,7 +57,7 @@ def executor(model: str, *, kernels: bool) -> Executor:
     words = upload_words(num_slots=num_slots, pages_per_seq=pages_per_seq, max_step_tokens=STEP_TOKENS)
     step: StepRunner
     if kernels:
-        step = graph_step = GraphStep(
+        step = uncaptured = GraphStep(
             decoder=decoder,
             model=decoder.config,
             kv_cache=kv_cache,
@@ -67,7 +69,7 @@ def executor(model: str, *, kernels: bool) -> Executor:
             graphs=False,
             pdl=False,
         )
-        graph_step.capture(lambda done, total: None)
+        uncaptured.capture(lambda done, total: None)
     else:
         step = Step(decoder=decoder, kv_cache=kv_cache, state=state, max_step_tokens=STEP_TOKENS, upload_words=words)
     info = RunnerInfo(
@@ -112,7 +114,11 @@ def run(model: str, *, kernels: bool) -> EngineCore:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels take tensors of the GPU here")
-def test_kernels_one_by_one_give_the_plain_steps_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("head", [None, HeadConfig(16, 32, 32, stages=2, num_warps=4, programs=1, flatten=False)])
+def test_kernels_one_by_one_give_the_plain_steps_tokens(
+    tmp_path: Path, head: HeadConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_step, "choose_head", lambda *shape, noise: head)
     model = write_config(
         tmp_path, vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, head_dim=16,

@@ -52,21 +52,23 @@ class LogitsTap:
 
 @contextmanager
 def tapping(*, max_rows: int, vocab_size: int, device: torch.device) -> Iterator[Tensor]:
-    """What decoders that are made within compute as logits is also copied to the buffer that this yields."""
+    """The logits of decoders that are made within are also copied to the buffer that this yields; computed for that
+    alone where a step chooses its tokens without."""
     buffer = torch.zeros(max_rows, vocab_size, dtype=torch.float32, device=device)
     plain_init = Decoder.__init__
 
     def init(self: Decoder, *args: Any, **kwargs: Any) -> None:
         plain_init(self, *args, **kwargs)
-        plain_logits = self.logits
+        plain_factors = self.head_factors
 
-        def logits(hidden: Tensor) -> Tensor:
-            result = plain_logits(hidden)
+        def head_factors(hidden: Tensor) -> tuple[Tensor, Tensor]:
+            factors = plain_factors(hidden)
+            result = self._ops.logits(*factors)
             if not result.is_meta:  # a sketch, of which only the kernels are wanted
                 buffer[: len(result)].copy_(result)
-            return result
+            return factors
 
-        self.logits = logits  # type: ignore[method-assign]
+        self.head_factors = head_factors  # type: ignore[method-assign]
 
     Decoder.__init__ = init  # type: ignore[method-assign]
     try:

@@ -1,0 +1,215 @@
+"""Check and time the end of a step: norm, head and choice by logits in memory, or with the choice fused into the head.
+
+Each way is a graph of a few such ends, greedy and at temperature 1. Prints us of an end: floor (one read of the
+weights, or their product, whichever is longer), by logits, and the configurations, the fastest first; in brackets, of
+the fused ones' tokens, how many are not those of torch's logits, and how far below the best score the worst is.
+`--models 0.6b,8b`, `--rows 64,512` or `--smoke` without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+
+import torch
+from linear import CANNOT_RUN, DEVICE, DTYPE, MODELS, SMOKE, GraphTimer, compile_all, random_normal
+from torch import Tensor
+
+from gpu_runner.device.state import DeviceState
+from gpu_runner.kernels import norm_rope, reference_sampling
+from gpu_runner.kernels.cuda_ops import CudaOps
+from gpu_runner.kernels.head import HeadSampler
+from gpu_runner.kernels.head_config import HeadConfig
+from gpu_runner.kernels.sample import Sampler
+from gpu_runner.kernels.step_meta import new_step_meta
+
+EPS = 1e-6
+ENDS = 2 if SMOKE else 6
+MAX_ROWS = 512
+MAX_GAP = 1e-4
+"""Of a score below the best, that float32 sums of another order come to."""
+DRAM_BYTES_PER_US, FLOPS_PER_US = 4.5e6, 7e8
+SPREAD = 3.0
+"""Deviation of the logits."""
+_FEW = HeadConfig(tokens=64, ids=128, block_k=64, stages=4, num_warps=4, programs=2, flatten=True)
+_MANY = HeadConfig(tokens=128, ids=256, block_k=64, stages=4, num_warps=8, programs=1, flatten=True)
+FEW_TOKENS = (
+    _FEW,
+    replace(_FEW, flatten=False),
+    replace(_FEW, block_k=128, programs=1),
+    replace(_FEW, ids=256, programs=1),
+)
+MANY_TOKENS = (
+    _MANY,
+    replace(_MANY, stages=3, noise_ids=32),
+    replace(_MANY, flatten=False),
+    replace(_MANY, block_k=128, stages=2),
+    replace(_MANY, tokens=256, ids=128, noise_ids=32),
+    replace(_MANY, ids=128),
+    replace(_MANY, ids=128, num_warps=4, stages=3, programs=2, noise_ids=32),
+)
+SMOKE_WAYS = (replace(_FEW, ids=32, noise_ids=16),)
+
+
+def ways(rows: int) -> tuple[HeadConfig, ...]:
+    if SMOKE:
+        return SMOKE_WAYS
+    return tuple(way for way in (FEW_TOKENS if rows <= 64 else MANY_TOKENS) if way.tokens <= max(64, rows))
+
+
+def short(way: HeadConfig) -> str:
+    flat = "f" if way.flatten else ""
+    return f"{way.tokens}x{way.ids}x{way.block_k}s{way.stages}w{way.num_warps}p{way.programs}n{way.noise_ids}{flat}"
+
+
+class Bench:
+    """A head, and steps that sample all of their rows."""
+
+    def __init__(self, name: str) -> None:
+        self.model = MODELS[name]
+        device = torch.device(DEVICE)
+        self.norm = torch.ones(self.model.hidden, dtype=DTYPE, device=device)
+        self.weight = random_normal(self.model.vocab, self.model.hidden).mul_(SPREAD * self.model.hidden**-0.5)
+        self.residual = random_normal(MAX_ROWS, self.model.hidden)
+        self.ops = CudaOps(device, pdl=not SMOKE)
+        self.sampler = Sampler(max_rows=MAX_ROWS, vocab=self.model.vocab, device=device)
+        self.head = HeadSampler(max_rows=MAX_ROWS, device=device)
+        self.state = DeviceState(num_slots=MAX_ROWS, pages_per_seq=1, device=device)
+        self.state.temperature.fill_(1.0)
+        self.state.seed.copy_(torch.arange(MAX_ROWS) * 2**33 + 5)
+        self.meta = new_step_meta(max_rows=MAX_ROWS, max_tokens=1, device=device)
+        slots = torch.arange(MAX_ROWS, dtype=torch.int32, device=device)
+        self.meta.sample_row.copy_(slots)
+        self.meta.row_slot.copy_(slots)
+        self.meta.row_start.copy_(100 + slots)
+        self.meta.row_len.fill_(1)
+        self.out = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
+        self._timer = GraphTimer()
+
+    def hidden(self, rows: int) -> Tensor:
+        return norm_rope.rms_norm(self.residual[:rows], self.norm, EPS, pdl=not SMOKE)
+
+    def by_logits(self, rows: int, *, noise: bool) -> Tensor:
+        logits, out = self.ops.logits(self.hidden(rows), self.weight), self.out[:rows]
+        if noise:
+            self.sampler.sample(logits, self.state, self.meta, out, filtered=False, bans_stop_ids=False)
+        else:
+            self.sampler.greedy(logits, self.state, self.meta, out, bans_stop_ids=False)
+        return out
+
+    def fused(self, rows: int, way: HeadConfig, *, noise: bool) -> Tensor:
+        out = self.out[:rows]
+        self.head.choose(self.hidden(rows), self.weight, self.state, self.meta, out, noise=noise, config=way)
+        return out
+
+    def scores(self, rows: int, *, noise: bool) -> Tensor:
+        hidden = self.hidden(rows)
+        if SMOKE:
+            scores = hidden @ self.weight.t()
+        else:
+            scores = torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
+        if noise:
+            seed, position = self.state.seed[:rows], self.meta.row_start[:rows] + 1
+            for row in range(rows):
+                one = slice(row, row + 1)
+                scores[one] += reference_sampling.gumbel_noise(seed[one], position[one], self.model.vocab)
+        return scores
+
+    def us(self, end: Callable[[], object]) -> float:
+        def run() -> None:
+            for _ in range(ENDS):
+                end()
+
+        return self._timer.us(run) / ENDS
+
+    def compare(self, name: str, rows: int, *, noise: bool) -> None:
+        self.meta.counts[3] = rows
+        scores = self.scores(rows, noise=noise)
+        best = scores.max(dim=1).values
+        others, worst, times = 0, 0.0, []
+        for way in ways(rows):
+            self.out.fill_(-7)
+            try:
+                tokens = self.fused(rows, way, noise=noise).long()
+            except CANNOT_RUN as problem:
+                print(f"{name} {rows} {short(way)}: {str(problem)[:120]}", flush=True)
+                continue
+            if not ((tokens >= 0) & (tokens < self.model.vocab)).all():
+                print(f"WRONG {name} {rows} {short(way)}: no ids", flush=True)
+                continue
+            gaps = best - scores.gather(1, tokens[:, None])[:, 0]
+            others = max(others, int((tokens != scores.argmax(dim=1)).sum()))
+            worst = max(worst, float(gaps.max()))
+            if gaps.max() > MAX_GAP:
+                print(f"WRONG {name} {rows} {short(way)}: {float(gaps.max()):.3g} below the best", flush=True)
+            times.append((self.us(partial(self.fused, rows, way, noise=noise)), short(way)))
+        del scores
+        self.by_logits(rows, noise=noise)
+        logits_us = self.us(partial(self.by_logits, rows, noise=noise))
+        n, k = self.weight.shape
+        floor = max(self.weight.nbytes / DRAM_BYTES_PER_US, 2 * rows * n * k / FLOPS_PER_US)
+        listed = ", ".join(f"{way} {us:.0f}" for us, way in sorted(times)[:4])
+        print(
+            f"{name:>5} {rows:3} {'noise ' if noise else 'greedy'} floor {floor:4.0f} logits {logits_us:5.1f} "
+            f"({others}, {worst:.0e}) {listed}",
+            flush=True,
+        )
+
+
+def compile_part(names: list[str], row_counts: list[int], part: int, parts: int) -> None:
+    work = [
+        (name, noise, rows, way)
+        for name in names
+        for noise in (True, False)
+        for rows, way in [
+            *dict.fromkeys((max(64, way.tokens), way) for rows in row_counts for way in ways(rows)),
+            *((rows, None) for rows in row_counts),
+        ]
+    ][part::parts]
+    benches = {name: Bench(name) for name in dict.fromkeys(name for name, *_ in work)}
+    for name, noise, rows, way in work:
+        try:
+            if way is None:
+                benches[name].by_logits(rows, noise=noise)
+            else:
+                benches[name].fused(rows, way, noise=noise)
+        except CANNOT_RUN:
+            continue  # reported where it would be timed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="smoke" if SMOKE else "0.6b,8b")
+    parser.add_argument("--rows", default="3,70" if SMOKE else "1,8,32,64,128,256,512")
+    parser.add_argument("--workers", type=int, default=1 if SMOKE else 16, help="processes that compile")
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes under Triton's interpreter")
+    parser.add_argument("--part", help="compile one part, for the parent process")
+    arguments = parser.parse_args()
+    began = time.perf_counter()
+    torch.manual_seed(0)
+    names, row_counts = arguments.models.split(","), [int(rows) for rows in arguments.rows.split(",")]
+    with torch.inference_mode():
+        if arguments.part:
+            part, parts = map(int, arguments.part.split("/"))
+            compile_part(names, row_counts, part, parts)
+            return
+        if not SMOKE:
+            compile_all(arguments.workers, script=__file__, arguments=sys.argv[1:])
+            print(f"compiled after {time.perf_counter() - began:.0f} s", flush=True)
+        with nullcontext() if SMOKE else torch.cuda.stream(torch.cuda.Stream()):
+            for name in names:
+                bench = Bench(name)
+                for noise in (False, True):
+                    for rows in row_counts:
+                        bench.compare(name, rows, noise=noise)
+                del bench
+    print(f"done after {time.perf_counter() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
