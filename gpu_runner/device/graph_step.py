@@ -264,12 +264,11 @@ class GraphStep:
         """Whether it was done: no row needs more than its best score, and the table takes the head's shape."""
         if variant not in ("greedy", "sample"):
             return False
-        noise = variant == "sample"
-        config = choose_head(len(hidden), self._vocab, hidden.shape[1], hidden.dtype, noise=noise)
+        config = choose_head(len(hidden), self._vocab, hidden.shape[1], hidden.dtype)
         if config is None:
             return False
         x, weight = self._decoder.head_factors(hidden)
-        self._head.choose(x, weight, self._state, self._meta, sampled, noise=noise, config=config)
+        self._head.choose(x, weight, self._state, self._meta, sampled, noise=variant == "sample", config=config)
         return True
 
     def _choose_by_logits(self, variant: Variant, logits: Tensor, sampled: Tensor) -> None:

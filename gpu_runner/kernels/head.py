@@ -50,7 +50,7 @@ class HeadSampler:
             raise ValueError(f"a vocabulary of {vocab} is smaller than a tile, {config.ids}")
         token_tiles = triton.cdiv(rows, config.tokens)
         most = triton.cdiv(vocab, config.ids)
-        programs = max(1, min(most, NUM_SMS * config.programs // token_tiles))
+        programs = max(1, min(most, NUM_SMS // token_tiles))
         head_argmax_kernel[(programs * token_tiles,)](
             TensorDescriptor.from_tensor(x, [config.tokens, config.block_k]),
             TensorDescriptor.from_tensor(weight, [config.ids, config.block_k]),
@@ -64,7 +64,6 @@ class HeadSampler:
             BLOCK_K=config.block_k,
             NOISE=noise,
             NOISE_IDS=min(config.noise_ids, config.ids),
-            FLATTEN=config.flatten,
             PDL=self._pdl,
             launch_pdl=self._pdl,
             num_warps=config.num_warps,

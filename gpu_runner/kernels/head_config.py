@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -10,6 +10,8 @@ import torch
 NUM_SMS: Final = 132
 ROW_BYTES: Final = 16
 """The tensor memory accelerator takes rows of a multiple of these."""
+ANY: Final = 1 << 62
+"""A bound that every size is below."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,20 +23,29 @@ class HeadConfig:
     block_k: int
     stages: int  # of shared memory
     num_warps: int
-    programs: int  # to a multiprocessor
-    flatten: bool  # the next tile's loads begin while this one's best is looked for
     noise_ids: int = 64  # looked at together for the few that can win with their noise
 
 
-# From the output of `scripts/bench_kernels/head.py`.
-FEW_TOKENS = HeadConfig(tokens=64, ids=128, block_k=64, stages=4, num_warps=4, programs=2, flatten=True)
-MANY_TOKENS = HeadConfig(tokens=128, ids=256, block_k=64, stages=4, num_warps=8, programs=1, flatten=True)
-MIN_ROWS: Final = 33
+_FEW = HeadConfig(tokens=64, ids=256, block_k=64, stages=4, num_warps=4)
+_MANY = HeadConfig(tokens=128, ids=256, block_k=64, stages=4, num_warps=8)
+_WIDE = HeadConfig(tokens=256, ids=128, block_k=64, stages=4, num_warps=8, noise_ids=32)
+MIN_ROWS: Final = 17
+
+# From the output of `scripts/bench_kernels/head.py` for Qwen3-0.6B and Llama-3.1-8B. The first row that holds the
+# shape counts.
+CUTS: Final[tuple[tuple[int, int, HeadConfig], ...]] = (
+    # Rows and k at most.
+    (32, ANY, _FEW),
+    (64, ANY, replace(_FEW, ids=128, block_k=128)),
+    (256, ANY, _MANY),
+    (ANY, 2048, _MANY),
+    (ANY, ANY, _WIDE),
+)
 
 
-def choose_head(rows: int, vocab: int, k: int, dtype: torch.dtype, *, noise: bool) -> HeadConfig | None:
+def choose_head(rows: int, vocab: int, k: int, dtype: torch.dtype) -> HeadConfig | None:
     """How to choose tokens of [rows, k] @ [vocab, k]^T. None: by logits in memory."""
     if rows < MIN_ROWS or dtype.itemsize != 2 or k * dtype.itemsize % ROW_BYTES:
         return None
-    config = FEW_TOKENS if rows <= FEW_TOKENS.tokens else MANY_TOKENS
+    config = next(config for max_rows, max_k, config in CUTS if rows <= max_rows and k <= max_k)
     return config if vocab >= config.ids else None

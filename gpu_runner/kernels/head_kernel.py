@@ -116,7 +116,6 @@ def head_argmax_kernel(
     BLOCK_K: tl.constexpr,
     NOISE: tl.constexpr,
     NOISE_IDS: tl.constexpr,
-    FLATTEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """NOISE: scores are those of a row's temperature and seed, else the logits. A row without any finite logit, or
@@ -145,7 +144,7 @@ def head_argmax_kernel(
         first_key, second_key = noise_keys(row_seed, position)
     top = tl.full([TOKENS], float("-inf"), tl.float32)
     tiles = tl.where(token_start < samples, TILES, 0)
-    for tile in tl.range(tl.program_id(0) // token_tiles, tiles, programs, flatten=FLATTEN):
+    for tile in tl.range(tl.program_id(0) // token_tiles, tiles, programs, flatten=True):
         # The last tile begins early enough to be whole: the best of ids is the same if some are looked at twice.
         first_id = tl.minimum(tile * IDS, V - IDS)
         sums = tl.zeros((TOKENS, IDS), dtype=tl.float32)

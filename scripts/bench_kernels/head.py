@@ -36,23 +36,10 @@ MAX_GAP = 1e-4
 DRAM_BYTES_PER_US, FLOPS_PER_US = 4.5e6, 7e8
 SPREAD = 3.0
 """Deviation of the logits."""
-_FEW = HeadConfig(tokens=64, ids=128, block_k=64, stages=4, num_warps=4, programs=2, flatten=True)
-_MANY = HeadConfig(tokens=128, ids=256, block_k=64, stages=4, num_warps=8, programs=1, flatten=True)
-FEW_TOKENS = (
-    _FEW,
-    replace(_FEW, flatten=False),
-    replace(_FEW, block_k=128, programs=1),
-    replace(_FEW, ids=256, programs=1),
-)
-MANY_TOKENS = (
-    _MANY,
-    replace(_MANY, stages=3, noise_ids=32),
-    replace(_MANY, flatten=False),
-    replace(_MANY, block_k=128, stages=2),
-    replace(_MANY, tokens=256, ids=128, noise_ids=32),
-    replace(_MANY, ids=128),
-    replace(_MANY, ids=128, num_warps=4, stages=3, programs=2, noise_ids=32),
-)
+_FEW = HeadConfig(tokens=64, ids=256, block_k=64, stages=4, num_warps=4)
+_MANY = HeadConfig(tokens=128, ids=256, block_k=64, stages=4, num_warps=8)
+FEW_TOKENS = (_FEW, replace(_FEW, ids=128, block_k=128))
+MANY_TOKENS = (_MANY, replace(_MANY, ids=128), replace(_MANY, tokens=256, ids=128, noise_ids=32))
 SMOKE_WAYS = (replace(_FEW, ids=32, noise_ids=16),)
 
 
@@ -63,8 +50,7 @@ def ways(rows: int) -> tuple[HeadConfig, ...]:
 
 
 def short(way: HeadConfig) -> str:
-    flat = "f" if way.flatten else ""
-    return f"{way.tokens}x{way.ids}x{way.block_k}s{way.stages}w{way.num_warps}p{way.programs}n{way.noise_ids}{flat}"
+    return f"{way.tokens}x{way.ids}x{way.block_k}s{way.stages}w{way.num_warps}n{way.noise_ids}"
 
 
 class Bench:

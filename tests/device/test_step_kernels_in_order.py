@@ -114,11 +114,11 @@ def run(model: str, *, kernels: bool) -> EngineCore:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels take tensors of the GPU here")
-@pytest.mark.parametrize("head", [None, HeadConfig(16, 32, 32, stages=2, num_warps=4, programs=1, flatten=False)])
+@pytest.mark.parametrize("head", [None, HeadConfig(16, 32, 32, stages=2, num_warps=4)])
 def test_kernels_one_by_one_give_the_plain_steps_tokens(
     tmp_path: Path, head: HeadConfig | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graph_step, "choose_head", lambda *shape, noise: head)
+    monkeypatch.setattr(graph_step, "choose_head", lambda *shape: head)
     model = write_config(
         tmp_path, vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, head_dim=16,

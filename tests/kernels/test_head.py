@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -23,9 +22,9 @@ DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 # Some vocabularies in tiles that divide nothing, one of a single tile.
 CONFIGS = [
-    HeadConfig(tokens=64, ids=64, block_k=64, stages=3, num_warps=4, programs=2, flatten=True, noise_ids=16),
-    HeadConfig(tokens=64, ids=256, block_k=64, stages=2, num_warps=4, programs=1, flatten=False),
-    HeadConfig(tokens=128, ids=128, block_k=64, stages=3, num_warps=8, programs=1, flatten=True, noise_ids=128),
+    HeadConfig(tokens=64, ids=64, block_k=64, stages=3, num_warps=4, noise_ids=16),
+    HeadConfig(tokens=64, ids=256, block_k=64, stages=2, num_warps=4),
+    HeadConfig(tokens=128, ids=128, block_k=64, stages=3, num_warps=8, noise_ids=128),
 ]
 
 
@@ -180,21 +179,19 @@ def test_a_vocabulary_smaller_than_a_tile_is_refused() -> None:
 
 
 def test_heads_are_fused_where_their_memory_lies_even_and_a_tile_fits() -> None:
-    any_config: dict[str, Any] = {"noise": False}
-    for noise in (False, True):
-        config = choose_head(512, 151936, 1024, torch.bfloat16, noise=noise)
-        assert config is not None
-        assert choose_head(512, config.ids, 1024, torch.float16, noise=noise) == config
-        assert choose_head(512, config.ids - 1, 1024, torch.bfloat16, noise=noise) is None
-    assert choose_head(512, 151936, 1024, torch.float32, **any_config) is None
-    assert choose_head(512, 151936, 1028, torch.bfloat16, **any_config) is None
+    config = choose_head(512, 151936, 1024, torch.bfloat16)
+    assert config is not None
+    assert choose_head(512, config.ids, 1024, torch.float16) == config
+    assert choose_head(512, config.ids - 1, 1024, torch.bfloat16) is None
+    assert choose_head(512, 151936, 1024, torch.float32) is None
+    assert choose_head(512, 151936, 1028, torch.bfloat16) is None
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("noise", [False, True])
 @pytest.mark.parametrize(("rows", "vocab", "k"), [(40, 151936, 1024), (200, 128256, 4096), (500, 49152, 576)])
 def test_replayed_graphs_choose_by_the_logits_of_torch(rows: int, vocab: int, k: int, noise: bool) -> None:
-    config = choose_head(rows, vocab, k, DTYPE, noise=noise)
+    config = choose_head(rows, vocab, k, DTYPE)
     assert config is not None
     case = Case(rows, vocab, k)
     case.weight.normal_().mul_(3 * k**-0.5)
