@@ -28,11 +28,23 @@ class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
     template_kwargs: dict[str, object] = {}
 
 
+class ToolCallDelta(msgspec.Struct, frozen=True):
+    """News of one tool call. index: which of the choice's calls. id, name: with the first news of it. arguments: what
+    is new of their text, which is as the model wrote it: whoever acts on it parses it first."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """News of one choice of a request. `text` and `token_ids` hold only what is new; the counts are totals.
 
     finish_reason: None while the choice runs, then exactly once "stop", "length" or, when the request was cancelled,
     "abort".
+    reasoning, tool_calls: the parts of a chat's answer that are not its text, and then the finish reason may also be
+    "tool_calls". Who tells them apart is the HTTP server: an engine's own deltas have everything in `text`.
     stop_reason: the stop token id or stop string that ended it, None for any other end.
     logprobs: when asked, of the choice's tokens in order, each with the delta that shows its first character. All
     deltas together have one for every token but those whose text is not shown because the choice ended: the
@@ -50,6 +62,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprob] = []
     timeline: Timeline | None = None
+    reasoning: str = ""
+    tool_calls: list[ToolCallDelta] = []
 
 
 class _Choice:
