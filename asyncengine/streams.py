@@ -10,7 +10,7 @@ import msgspec
 from asyncengine.errors import EngineDeadError, EngineError
 from asyncengine.logprobs import TokenLogprob
 from asyncengine.timeline import Timeline
-from asyncengine.wire.messages import Finish
+from asyncengine.wire.messages import Finish, Markup
 
 FINISH_REASONS = {
     Finish.STOP: "stop",
@@ -21,11 +21,15 @@ FINISH_REASONS = {
 
 
 class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation for the model's chat template: messages are {"role": ..., "content": ...} objects."""
+    """A conversation for the model's chat template: messages are {"role": ..., "content": ...} objects, tools
+    {"type": "function", "function": {"name": ..., "parameters": ...}} objects. markup: for whoever takes the answer's
+    text apart."""
 
     messages: list[dict[str, object]]
     add_generation_prompt: bool = True
     template_kwargs: dict[str, object] = {}
+    tools: list[dict[str, object]] = []
+    markup: Markup | None = None
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True):

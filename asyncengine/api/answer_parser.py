@@ -1,7 +1,7 @@
 """Takes a chat's answer apart into what the model thinks, what it says and which tools it calls.
 
-    text -> ReasoningParser -> ToolCallParser -> Words
-              reasoning          tool_calls       content
+text -> ReasoningParser -> ToolCallParser -> Words
+          reasoning          tool_calls       content
 """
 
 from __future__ import annotations

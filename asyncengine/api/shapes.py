@@ -6,6 +6,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import msgspec
@@ -16,10 +17,37 @@ from asyncengine.api.sse import event
 from asyncengine.api.timings import TimingsJson, timings
 from asyncengine.api.usage import Usage, usage_of
 from asyncengine.logprobs import TokenLogprob
-from asyncengine.streams import Delta
+from asyncengine.streams import Delta, ToolCallDelta
 from asyncengine.timeline import Timeline
 
 encode = msgspec.json.encode
+
+
+class FunctionCallJson(msgspec.Struct, frozen=True, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallJson(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    type: str = "function"
+    function: FunctionCallJson
+
+
+class ToolCallChunkJson(msgspec.Struct, frozen=True, kw_only=True):
+    """News of a call; who it is comes once."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionCallJson
+
+
+@dataclass(slots=True)
+class _Call:
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
 
 
 class Answer:
@@ -27,6 +55,8 @@ class Answer:
 
     def __init__(self) -> None:
         self._texts: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[_Call] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason: str | None = None
@@ -35,6 +65,11 @@ class Answer:
 
     def add(self, delta: Delta) -> None:
         self._texts.append(delta.text)
+        self._reasoning.append(delta.reasoning)
+        for call in delta.tool_calls:
+            if call.index == len(self._calls):
+                self._calls.append(_Call(call.id or "", call.name or ""))
+            self._calls[call.index].arguments.append(call.arguments)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
@@ -43,6 +78,17 @@ class Answer:
     @property
     def text(self) -> str:
         return "".join(self._texts)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self._reasoning)
+
+    @property
+    def tool_calls(self) -> list[ToolCallJson]:
+        return [
+            ToolCallJson(id=call.id, function=FunctionCallJson(name=call.name, arguments="".join(call.arguments)))
+            for call in self._calls
+        ]
 
 
 class ChoiceJson(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,9 +108,13 @@ class CompletionChoiceJson(ChoiceJson, frozen=True, kw_only=True):
 
 
 class AssistantMessageJson(msgspec.Struct, frozen=True, kw_only=True):
+    """content: null where the answer consists of calls. reasoning_content, tool_calls: only where there are some."""
+
     role: str = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallJson] | UnsetType = UNSET
 
 
 class ChatChoiceJson(ChoiceJson, frozen=True, kw_only=True):
@@ -144,13 +194,15 @@ class Shape(ABC):
         return encode(response)
 
     def _has_news(self, delta: Delta) -> bool:
-        if delta.text or delta.logprobs or delta.finish_reason is not None:
+        if delta.text or delta.logprobs or delta.finish_reason is not None or delta.reasoning or delta.tool_calls:
             return True
         return bool(delta.token_ids) and (self._token_ids or self._continuous_usage)
 
     def _is_text_only(self, delta: Delta) -> bool:
         """What nearly all deltas are: `_text_event` writes them at a fraction of the cost."""
-        return self._text_is_all and delta.finish_reason is None and not delta.logprobs and delta.text != ""
+        if not self._text_is_all or delta.finish_reason is not None or delta.text == "":
+            return False
+        return not (delta.logprobs or delta.reasoning or delta.tool_calls)
 
     def _text_event(self, index: int, text: str) -> bytes:
         return self._before_text % index + encode(text) + self._after_text
@@ -229,13 +281,12 @@ class ChatShape(Shape):
             return role + self._text_event(index, delta.text)
         if not self._has_news(delta):
             return role
-        content = b'"delta":{"content":' + encode(delta.text) + b"}" if delta.text else b'"delta":{}'
-        return role + self._event(index, content, delta)
+        return role + self._event(index, b'"delta":' + encode(_chunk_of(delta)), delta)
 
     def _choice(self, index: int, answer: Answer) -> ChoiceJson:
         return ChatChoiceJson(
             index=index,
-            message=AssistantMessageJson(content=answer.text),
+            message=_message_of(answer),
             logprobs=self._logprobs_of(answer),
             finish_reason=answer.finish_reason,
             stop_reason=UNSET if answer.stop_reason is None else answer.stop_reason,
@@ -245,3 +296,35 @@ class ChatShape(Shape):
 
     def _logprobs_json(self, entries: Sequence[TokenLogprob]) -> ChatLogprobsJson:
         return chat_logprobs(entries, token_ids=self._token_ids)
+
+
+class DeltaJson(msgspec.Struct, frozen=True, kw_only=True):
+    """What is new of a message."""
+
+    reasoning_content: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallChunkJson] | UnsetType = UNSET
+
+
+def _chunk_of(delta: Delta) -> DeltaJson:
+    return DeltaJson(
+        reasoning_content=delta.reasoning or UNSET,
+        content=delta.text or UNSET,
+        tool_calls=[_call_chunk(call) for call in delta.tool_calls] or UNSET,
+    )
+
+
+def _call_chunk(call: ToolCallDelta) -> ToolCallChunkJson:
+    if call.id is None or call.name is None:
+        return ToolCallChunkJson(index=call.index, function=FunctionCallJson(arguments=call.arguments))
+    function = FunctionCallJson(name=call.name, arguments=call.arguments)
+    return ToolCallChunkJson(index=call.index, id=call.id, type="function", function=function)
+
+
+def _message_of(answer: Answer) -> AssistantMessageJson:
+    calls = answer.tool_calls
+    return AssistantMessageJson(
+        content=None if calls and not answer.text else answer.text,
+        reasoning_content=answer.reasoning or UNSET,
+        tool_calls=calls or UNSET,
+    )

@@ -88,7 +88,7 @@ class CallObject:
         return text
 
     def push(self, text: str, start: int = 0) -> int:
-        """Read from `start`; returns where it stopped: the end of `text`, or behind the object, or at what breaks it."""
+        """Read from `start`; returns where it stopped: the end of `text`, behind the object, or at what breaks it."""
         place, size = start, len(text)
         while place < size and not (self.done or self.broken):
             if self._at is _At.VALUE and (self._token or text[place] not in _BLANK):

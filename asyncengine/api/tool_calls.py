@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import ClassVar
 
 from asyncengine.api.markup import BLANK, TagSearch, Words
 from asyncengine.api.tool_call_object import CallObject
@@ -40,6 +41,9 @@ class _News:
 
 class ToolCallParser(ABC):
     """One answer's. `push` its text, then `flush`, and `take` what has been found after each."""
+
+    tags: ClassVar[tuple[str, ...]]
+    """What it must see of the text, whether or not it is shown otherwise."""
 
     def __init__(self, content: Words, *, new_id: Callable[[], str] = new_call_id) -> None:
         """content: where what is no call goes."""
@@ -115,6 +119,7 @@ class HermesParser(ToolCallParser):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them, as Hermes and Qwen write it."""
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
+    tags = (OPEN, CLOSE)
 
     class _In(Enum):
         CONTENT = auto()
@@ -183,6 +188,7 @@ class Llama3Parser(ToolCallParser):
     may follow, with a semicolon, a comma or white space between."""
 
     TAG = "<|python_tag|>"
+    tags = (TAG,)
     KEYS = frozenset({"type", "id", "name", *ARGUMENT_KEYS})
     """An object with others is an answer in JSON, which is not held back any longer."""
     SEPARATORS = BLANK + ";,"

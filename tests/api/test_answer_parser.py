@@ -51,7 +51,11 @@ HERMES: dict[str, tuple[str, list[tuple[str, str]], str]] = {
     # no calls: content as it was written
     "<tool_call>not json</tool_call>": ("<tool_call>not json</tool_call>", [], "stop"),
     '<tool_call>[{"name":"f"}]</tool_call> x': ('<tool_call>[{"name":"f"}]</tool_call> x', [], "stop"),
-    '<tool_call>{"name":5,"arguments":{}}</tool_call>': ('<tool_call>{"name":5,"arguments":{}}</tool_call>', [], "stop"),
+    '<tool_call>{"name":5,"arguments":{}}</tool_call>': (
+        '<tool_call>{"name":5,"arguments":{}}</tool_call>',
+        [],
+        "stop",
+    ),
     '<tool_call>{"name":"","arguments":{}}': ('<tool_call>{"name":"","arguments":{}}', [], "stop"),
     r'<tool_call>{"name":"\ud800","arguments":{}}': (r'<tool_call>{"name":"\ud800","arguments":{}}', [], "stop"),
     '<tool_call>{"name":"f","arguments":[1]}': ('<tool_call>{"name":"f","arguments":[1]}', [], "stop"),
@@ -75,7 +79,7 @@ LLAMA3: dict[str, tuple[str, list[tuple[str, str]], str]] = {
     "\n": ("\n", [], "stop"),
     "Plain text, no call: {}.": ("Plain text, no call: {}.", [], "stop"),
     '{"name": "f", "parameters": {}}': ("", [("f", "{}")], "tool_calls"),
-    '\n\n{"name": "f", "parameters": %s}\n' % CMD: ("", [("f", CMD)], "tool_calls"),
+    '\n\n{"name": "f", "parameters": ' + CMD + "}\n": ("", [("f", CMD)], "tool_calls"),
     '{"type": "function", "name": "f", "arguments": {"a": [1]}}': ("", [("f", '{"a": [1]}')], "tool_calls"),
     '{"name":"f","parameters":{}}; {"name":"g","parameters":{"a":1}}': (
         "",
@@ -248,7 +252,17 @@ def test_text_arrives_as_it_is_written() -> None:
 @pytest.mark.parametrize(
     "unit",
     [
-        *("<tool_call>", "<tool_call>{", '<tool_call>{"name":"f","arguments":{}}', "\n", " <", "<think>", "{", TAG, "["),
+        *(
+            "<tool_call>",
+            "<tool_call>{",
+            '<tool_call>{"name":"f","arguments":{}}',
+            "\n",
+            " <",
+            "<think>",
+            "{",
+            TAG,
+            "[",
+        ),
         *('{"name":"f","parameters":{}};', TAG + '{"name":"f","parameters":{}}', TAG + "{", '{"a":'),
     ],
 )
