@@ -67,7 +67,7 @@ class EncodeIds(Wire, frozen=True, tag=2):
     namespace: str
 
 
-class Markup(Wire, frozen=True):
+class Markup(Wire, frozen=True, tag=8):
     """What the API process needs of an answer's text to take it apart.
 
     shown_tokens: special tokens whose text is shown though special tokens are skipped. think: the tag that opens a
