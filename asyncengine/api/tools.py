@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from asyncengine.api.tool_grammar import CallGrammar, Function, Thinking
+from asyncengine.api.answer_grammar import AnswerGrammar, Function, Thinking
 from asyncengine.config import ToolCallFormat
 from asyncengine.errors import InvalidRequestError
 from asyncengine.sampling import MAX_STRUCTURED_BYTES, Structured
@@ -61,11 +61,18 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
         """What the model is told of."""
         return template_tools(self.tools)
 
-    def structured(self, format: ToolCallFormat, *, think: Thinking, tokens: Collection[str]) -> Structured | None:
+    @property
+    def free(self) -> bool:
+        """Whether to call is the model's choice."""
+        return not self.required and self.named is None
+
+    def structured(
+        self, format: ToolCallFormat, *, think: Thinking, tokens: Collection[str], schema: dict[str, Any] | None
+    ) -> Structured | None:
         """What makes an answer keep to the request, None where any text does. tokens: tags that are tokens of the
-        model. Raises `InvalidRequestError`."""
-        free = not self.required and self.named is None
-        if free and self.parallel and not any(tool.function.strict for tool in self.tools):
+        model. schema: of the answer where there are no calls, None for any text. Raises `InvalidRequestError`."""
+        free = self.free
+        if schema is None and free and self.parallel and not any(tool.function.strict for tool in self.tools):
             return None
         functions = [
             Function(function.name, _schema(function, keep=bool(function.strict) or not free))
@@ -73,7 +80,9 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
             if self.named in (None, function.name)
         ]
         several = self.parallel and self.named is None
-        text = CallGrammar(format, tokens=tokens).of(functions, free=free, several=several, think=think)
+        text = AnswerGrammar(format, tokens=tokens).of_calls(
+            functions, free=free, several=several, think=think, schema=schema
+        )
         if (size := len(text.encode())) > MAX_STRUCTURED_BYTES:
             raise InvalidRequestError(
                 f"the functions' schemas are too large to keep calls to them: {size} bytes as a grammar, "
@@ -127,13 +136,14 @@ def _check_functions(tools: Sequence[ToolJson]) -> None:
         where = f"{where}.parameters"
         if parameters.get("type", "object") != "object":
             raise InvalidRequestError(f'{where}.type must be "object"', param=f"{where}.type")
-        if _deeper_than(parameters, MAX_SCHEMA_DEPTH):
+        if deeper_than(parameters, MAX_SCHEMA_DEPTH):
             raise InvalidRequestError(f"{where} is nested deeper than {MAX_SCHEMA_DEPTH} levels", param=where)
         if (size := len(msgspec.json.encode(parameters))) > MAX_STRUCTURED_BYTES:
             raise InvalidRequestError(f"{where} may have {MAX_STRUCTURED_BYTES} bytes of JSON, got {size}", param=where)
 
 
-def _deeper_than(value: object, levels: int) -> bool:
+def deeper_than(value: object, levels: int) -> bool:
+    """Whether JSON-like `value` has more levels of lists and objects."""
     level = [value]
     for _ in range(levels + 1):
         level = [

@@ -224,6 +224,45 @@ async def test_completions_and_models_that_do_not_think_have_their_text_as_it_is
     assert answer["choices"][0]["text"] == "<think>a</think>b"
 
 
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "info", "start"),
+    [
+        ({"tools": TOOLS}, {}, "answer | call ("),
+        ({"tools": TOOLS, "tool_choice": "required"}, {}, "call ("),
+        ({"tools": TOOLS, "tool_choice": "required"}, {"tool_call_format": "llama3"}, "function ("),
+        ({"tools": TOOLS}, {"reasoning": True}, "think? (answer | call ("),
+        ({}, {"reasoning": True}, "think? (answer)\n"),
+    ],
+)
+async def test_json_is_asked_for_in_place_of_calls_and_behind_reasoning(
+    server: Server, backend: FakeBackend, asked: dict[str, Any], info: dict[str, Any], start: str
+) -> None:
+    script(backend, "5", 5, **info)
+    status, answer = await server.post(CHAT, {"messages": [USER], "response_format": FORMAT, **asked})
+    assert status == 200, answer
+    prompt, params = backend.calls[0]
+    assert params.structured is not None
+    assert params.structured.text.startswith(f"start: {start}")
+    assert isinstance(prompt, ChatPrompt)
+    thinking = prompt.markup.structured_thinking if prompt.markup is not None else None
+    assert (thinking is not None) == ("reasoning" in info)
+    assert thinking is None or thinking.text.startswith("start: think (")
+
+
+async def test_structures_that_leave_no_place_for_anything_else_are_kept_to_alone(
+    server: Server, backend: FakeBackend
+) -> None:
+    script(backend, "<think>", 5, reasoning=True)
+    _, answer = await server.post(CHAT, {"messages": [USER], "structured_outputs": {"regex": "<think>"}})
+    assert answer["choices"][0]["message"]["content"] == "<think>"
+    script(backend, "5", 5, tool_call_format="llama3")
+    status, answer = await server.post(CHAT, {"messages": [USER], "tools": TOOLS, "response_format": FORMAT})
+    assert (status, answer["error"]["param"]) == (400, "tools")
+
+
 # -------------------------------------------------------------------------------------------------------- the request
 
 

@@ -122,7 +122,7 @@ async def test_a_named_function_is_called_and_its_call_streams_as_it_is_answered
 
 async def test_an_answer_of_free_choice_keeps_to_strict_schemas_and_may_be_text(client: openai.AsyncOpenAI) -> None:
     strict = tool("weather", WEATHER["function"]["parameters"]["properties"], strict=True)
-    begun = {"role": "assistant", "content": "Of course."}
+    begun: Any = {"role": "assistant", "content": "Of course."}
     answer = await client.chat.completions.create(
         model=MODEL, messages=[USER, begun, USER], tools=[strict], n=4, seed=5, max_tokens=120
     )
