@@ -12,35 +12,16 @@ from typing import ClassVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from asyncengine.api.chat_messages import AssistantMessageJson, FunctionCallJson, ToolCallJson, delta_json
 from asyncengine.api.logprobs import ChatLogprobsJson, CompletionLogprobsJson, chat_logprobs, completion_logprobs
 from asyncengine.api.sse import event
 from asyncengine.api.timings import TimingsJson, timings
 from asyncengine.api.usage import Usage, usage_of
 from asyncengine.logprobs import TokenLogprob
-from asyncengine.streams import Delta, ToolCallDelta
+from asyncengine.streams import Delta
 from asyncengine.timeline import Timeline
 
 encode = msgspec.json.encode
-
-
-class FunctionCallJson(msgspec.Struct, frozen=True, kw_only=True):
-    name: str | UnsetType = UNSET
-    arguments: str
-
-
-class ToolCallJson(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    type: str = "function"
-    function: FunctionCallJson
-
-
-class ToolCallChunkJson(msgspec.Struct, frozen=True, kw_only=True):
-    """News of a call; who it is comes once."""
-
-    index: int
-    id: str | UnsetType = UNSET
-    type: str | UnsetType = UNSET
-    function: FunctionCallJson
 
 
 @dataclass(slots=True)
@@ -105,16 +86,6 @@ class ChoiceJson(msgspec.Struct, frozen=True, kw_only=True):
 
 class CompletionChoiceJson(ChoiceJson, frozen=True, kw_only=True):
     text: str
-
-
-class AssistantMessageJson(msgspec.Struct, frozen=True, kw_only=True):
-    """content: null where the answer consists of calls. reasoning_content, tool_calls: only where there are some."""
-
-    role: str = "assistant"
-    content: str | None
-    refusal: None = None
-    reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCallJson] | UnsetType = UNSET
 
 
 class ChatChoiceJson(ChoiceJson, frozen=True, kw_only=True):
@@ -281,7 +252,7 @@ class ChatShape(Shape):
             return role + self._text_event(index, delta.text)
         if not self._has_news(delta):
             return role
-        return role + self._event(index, b'"delta":' + encode(_chunk_of(delta)), delta)
+        return role + self._event(index, b'"delta":' + encode(delta_json(delta)), delta)
 
     def _choice(self, index: int, answer: Answer) -> ChoiceJson:
         return ChatChoiceJson(
@@ -296,29 +267,6 @@ class ChatShape(Shape):
 
     def _logprobs_json(self, entries: Sequence[TokenLogprob]) -> ChatLogprobsJson:
         return chat_logprobs(entries, token_ids=self._token_ids)
-
-
-class DeltaJson(msgspec.Struct, frozen=True, kw_only=True):
-    """What is new of a message."""
-
-    reasoning_content: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-    tool_calls: list[ToolCallChunkJson] | UnsetType = UNSET
-
-
-def _chunk_of(delta: Delta) -> DeltaJson:
-    return DeltaJson(
-        reasoning_content=delta.reasoning or UNSET,
-        content=delta.text or UNSET,
-        tool_calls=[_call_chunk(call) for call in delta.tool_calls] or UNSET,
-    )
-
-
-def _call_chunk(call: ToolCallDelta) -> ToolCallChunkJson:
-    if call.id is None or call.name is None:
-        return ToolCallChunkJson(index=call.index, function=FunctionCallJson(arguments=call.arguments))
-    function = FunctionCallJson(name=call.name, arguments=call.arguments)
-    return ToolCallChunkJson(index=call.index, id=call.id, type="function", function=function)
 
 
 def _message_of(answer: Answer) -> AssistantMessageJson:
