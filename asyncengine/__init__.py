@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     )
     from asyncengine.logprobs import TokenLogprob, TopLogprob
     from asyncengine.sampling import SamplingParams, Structured
-    from asyncengine.streams import ChatPrompt, Delta
+    from asyncengine.streams import ChatPrompt, Delta, ToolCallDelta
 
 __all__ = [
     "AsyncEngine",
@@ -39,6 +39,7 @@ __all__ = [
     "StartupError",
     "Structured",
     "TokenLogprob",
+    "ToolCallDelta",
     "TopLogprob",
 ]
 
@@ -52,6 +53,7 @@ _HOME = {
     "SamplingParams": "sampling",
     "Structured": "sampling",
     "TokenLogprob": "logprobs",
+    "ToolCallDelta": "streams",
     "TopLogprob": "logprobs",
 }
 

@@ -15,7 +15,17 @@ import sys
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, get_args
 
-from asyncengine.config import Device, DType, EngineConfig, LoadFormat, Role, SchedulingPolicy, runs_on_cpu
+from asyncengine.config import (
+    Device,
+    DType,
+    EngineConfig,
+    LoadFormat,
+    ReasoningParserName,
+    Role,
+    SchedulingPolicy,
+    ToolCallParserName,
+    runs_on_cpu,
+)
 from asyncengine.errors import EngineError, StartupError
 
 if TYPE_CHECKING:
@@ -113,6 +123,18 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--served-model-name", help="name clients call the model by")
     engine.add_argument("--scheduling-policy", choices=get_args(SchedulingPolicy), default=default.scheduling_policy)
     engine.add_argument("--chat-template", metavar="FILE", help="a Jinja file to use instead of the model's")
+    engine.add_argument(
+        "--tool-call-parser",
+        choices=get_args(ToolCallParserName),
+        default=default.tool_call_parser,
+        help="how the model writes tool calls (default: what its chat template shows)",
+    )
+    engine.add_argument(
+        "--reasoning-parser",
+        choices=get_args(ReasoningParserName),
+        default=default.reasoning_parser,
+        help="how the model writes its reasoning (default: what its chat template shows)",
+    )
     engine.add_argument("--tokenizer-workers", type=int, default=default.tokenizer_workers)
     engine.add_argument("--detokenizer-workers", type=int, default=default.detokenizer_workers)
 

@@ -12,7 +12,7 @@ import msgspec
 from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError
 from asyncengine.logprobs import TokenLogprob, TopLogprob
 from asyncengine.sampling import SamplingParams, Structured
-from asyncengine.streams import ChatPrompt, Delta
+from asyncengine.streams import ChatPrompt, Delta, ToolCallDelta
 
 CONNECT_SECONDS = 10.0
 _EVENT_END = b"\n\n"
@@ -26,8 +26,21 @@ class _ErrorJson(msgspec.Struct):
     param: str | None = None
 
 
+class _FunctionJson(msgspec.Struct):
+    name: str | None = None
+    arguments: str = ""
+
+
+class _CallJson(msgspec.Struct):
+    index: int
+    function: _FunctionJson
+    id: str | None = None
+
+
 class _ChatDeltaJson(msgspec.Struct):
     content: str = ""
+    reasoning_content: str = ""
+    tool_calls: list[_CallJson] = []
 
 
 class _TopJson(msgspec.Struct):
@@ -128,9 +141,18 @@ class AsyncClient:
             raise EngineError(f"its list of models is not understood: {error}") from error
 
     async def generate(
-        self, prompt: str | Sequence[int] | ChatPrompt, params: SamplingParams | None = None
+        self,
+        prompt: str | Sequence[int] | ChatPrompt,
+        params: SamplingParams | None = None,
+        *,
+        tool_choice: str = "auto",
+        parallel_tool_calls: bool = True,
     ) -> AsyncGenerator[Delta, None]:
         """Yield deltas of all `params.n` choices until each has finished, as `AsyncEngine.generate` does.
+
+        Of a conversation's answer the server tells reasoning and tool calls from the text. tool_choice: of a prompt
+        with tools, "auto", "none", "required" or the name of the function to call. parallel_tool_calls: more than one
+        call in an answer.
 
         Leaving early (break, `aclose`, cancellation) closes the connection, which aborts the request. Raises
         `InvalidRequestError`, `OverloadedError`, `EngineDeadError` as the server reports them, and `EngineError` when
@@ -139,6 +161,12 @@ class AsyncClient:
         session = self._open_session()
         params = params or SamplingParams()
         body = _body(prompt, params, self._model)
+        if isinstance(prompt, ChatPrompt) and prompt.tools:
+            body |= {
+                "tools": prompt.tools,
+                "tool_choice": _tool_choice(tool_choice),
+                "parallel_tool_calls": parallel_tool_calls,
+            }
         path = "/v1/chat/completions" if isinstance(prompt, ChatPrompt) else "/v1/completions"
         request = session.post(
             self._base_url + path, data=msgspec.json.encode(body), headers={"Content-Type": "application/json"}
@@ -189,6 +217,12 @@ def _body(prompt: str | Sequence[int] | ChatPrompt, params: SamplingParams, mode
     }
 
 
+def _tool_choice(choice: str) -> str | dict[str, Any]:
+    if choice in ("auto", "none", "required"):
+        return choice
+    return {"type": "function", "function": {"name": choice}}
+
+
 def _outputs(structured: Structured | None) -> dict[str, Any] | None:
     """The field by which the server asks for a structure."""
     match structured:
@@ -225,9 +259,10 @@ def _delta(data: bytes) -> Delta | None:
     if not chunk.choices or chunk.usage is None:
         return None
     choice, usage = chunk.choices[0], chunk.usage
+    message = choice.delta or _ChatDeltaJson()
     return Delta(
         index=choice.index,
-        text=choice.text if choice.delta is None else choice.delta.content,
+        text=choice.text if choice.delta is None else message.content,
         token_ids=choice.token_ids,
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0,
@@ -235,6 +270,11 @@ def _delta(data: bytes) -> Delta | None:
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
         logprobs=[] if choice.logprobs is None else [_token_logprob(entry) for entry in choice.logprobs.content],
+        reasoning=message.reasoning_content,
+        tool_calls=[
+            ToolCallDelta(call.index, call.id, call.function.name, call.function.arguments)
+            for call in message.tool_calls
+        ],
     )
 
 

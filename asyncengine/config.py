@@ -13,6 +13,9 @@ Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 SchedulingPolicy = Literal["fcfs", "priority", "shortest", "longest"]
 LoadFormat = Literal["auto", "dummy"]
+ToolCallFormat = Literal["hermes", "llama3"]
+ToolCallParserName = Literal["auto", "hermes", "llama3", "none"]
+ReasoningParserName = Literal["auto", "think", "none"]
 Role = Literal["tokenizer_proc", "gpu_runner", "detokenizer_proc", "api_worker"]
 
 PAGE_SIZE = 16
@@ -41,6 +44,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         and 256 on a CPU (where longer steps would make every running stream wait), or max_num_seqs if that is more.
     kv_cache_tokens: KV-cache size in tokens; None sizes it from memory (`gpu_memory_utilization` of the GPU, or a
         quarter of free host memory on a CPU, at most what `max_num_seqs` full-length rows need).
+    tool_call_parser, reasoning_parser: how the model writes its tool calls and its reasoning; "auto" is what its chat
+        template shows.
     """
 
     model: str = "default"
@@ -56,6 +61,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     scheduling_policy: SchedulingPolicy = "fcfs"
     chat_template: str | None = None
+    tool_call_parser: ToolCallParserName = "auto"
+    reasoning_parser: ReasoningParserName = "auto"
     tokenizer_workers: int = 1
     detokenizer_workers: int = 1
 
@@ -67,6 +74,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("dtype", DType),
             ("load_format", LoadFormat),
             ("scheduling_policy", SchedulingPolicy),
+            ("tool_call_parser", ToolCallParserName),
+            ("reasoning_parser", ReasoningParserName),
         ):
             if getattr(self, name) not in get_args(allowed):
                 raise StartupError(f"{name} must be one of {', '.join(get_args(allowed))}, got {getattr(self, name)!r}")

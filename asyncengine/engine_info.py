@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from asyncengine.config import SchedulingPolicy
+from asyncengine.config import SchedulingPolicy, ToolCallFormat
 from asyncengine.wire.messages import MemoryAccount
 
 HealthState = Literal["starting", "ready", "stalled", "failed", "closed"]
@@ -14,6 +14,9 @@ HealthState = Literal["starting", "ready", "stalled", "failed", "closed"]
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of a started engine. model: the name it is served under. max_model_len: tokens, prompt plus answer.
+
+    tool_call_format: how the model writes its calls, None if it does not or that is not known. reasoning: whether it
+    may think before it answers. tag_tokens: tags of both that are tokens of its vocabulary.
 
     The rest is as gpu_runner reports it: see `wire.messages.RunnerInfo`.
     """
@@ -34,6 +37,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_kernels: int = 0
     kernels_compiled: int = 0
     has_chat_template: bool
+    tool_call_format: ToolCallFormat | None = None
+    reasoning: bool = False
+    tag_tokens: tuple[str, ...] = ()
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):

@@ -41,9 +41,11 @@ def prompt_message(
     if isinstance(prompt, str):
         message, size = EncodeText(rid, prompt, params, namespace), len(_utf8("prompt", prompt))
     elif isinstance(prompt, ChatPrompt):
-        messages, kwargs = _conversation(prompt, info)
-        message = EncodeChat(rid, messages, params, namespace, prompt.add_generation_prompt, kwargs)
-        size = len(messages) + len(kwargs)
+        messages, kwargs, tools = _conversation(prompt, info)
+        message = EncodeChat(
+            rid, messages, params, namespace, prompt.add_generation_prompt, kwargs, tools, prompt.markup
+        )
+        size = len(messages) + len(kwargs) + len(tools)
     else:
         ids = pack_ids(prompt, info.vocab_size)
         message, size = EncodeIds(rid, ids, params, namespace), len(ids)
@@ -66,9 +68,9 @@ def question_message(
     if isinstance(prompt, str):
         message, size = TokenizeText(rid, prompt, add_special_tokens, texts), len(_utf8("prompt", prompt))
     else:
-        messages, kwargs = _conversation(prompt, info)
-        message = TokenizeChat(rid, messages, prompt.add_generation_prompt, kwargs, texts)
-        size = len(messages) + len(kwargs)
+        messages, kwargs, tools = _conversation(prompt, info)
+        message = TokenizeChat(rid, messages, prompt.add_generation_prompt, kwargs, texts, tools)
+        size = len(messages) + len(kwargs) + len(tools)
     _check_size(size)
     return message, size
 
@@ -87,12 +89,13 @@ def pack_ids(ids: Sequence[int], vocab_size: int, *, name: str = "prompt") -> by
     return array("i", ids).tobytes()
 
 
-def _conversation(prompt: ChatPrompt, info: EngineInfo) -> tuple[bytes, bytes]:
-    """Its messages and template variables as JSON."""
+def _conversation(prompt: ChatPrompt, info: EngineInfo) -> tuple[bytes, bytes, bytes]:
+    """Its messages, template variables and tools as JSON."""
     if not info.has_chat_template:
         raise InvalidRequestError(f"{info.model} has no chat template; use text or token ids", code="no_chat_template")
     kwargs = _json("template_kwargs", prompt.template_kwargs) if prompt.template_kwargs else b""
-    return _json("messages", prompt.messages), kwargs
+    tools = _json("tools", prompt.tools) if prompt.tools else b""
+    return _json("messages", prompt.messages), kwargs, tools
 
 
 def _check_size(size: int) -> None:

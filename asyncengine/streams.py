@@ -10,7 +10,7 @@ import msgspec
 from asyncengine.errors import EngineDeadError, EngineError
 from asyncengine.logprobs import TokenLogprob
 from asyncengine.timeline import Timeline
-from asyncengine.wire.messages import Finish
+from asyncengine.wire.messages import Finish, Markup
 
 FINISH_REASONS = {
     Finish.STOP: "stop",
@@ -21,11 +21,25 @@ FINISH_REASONS = {
 
 
 class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation for the model's chat template: messages are {"role": ..., "content": ...} objects."""
+    """A conversation for the model's chat template: messages are {"role": ..., "content": ...} objects, tools
+    {"type": "function", "function": {"name": ..., "parameters": ...}} objects. markup: for whoever takes the answer's
+    text apart."""
 
     messages: list[dict[str, object]]
     add_generation_prompt: bool = True
     template_kwargs: dict[str, object] = {}
+    tools: list[dict[str, object]] = []
+    markup: Markup | None = None
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True):
+    """News of one tool call. index: which of the choice's calls. id, name: with the first news of it. arguments: what
+    is new of their text, which is as the model wrote it: whoever acts on it parses it first."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +47,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
     finish_reason: None while the choice runs, then exactly once "stop", "length" or, when the request was cancelled,
     "abort".
+    reasoning, tool_calls: the parts of a chat's answer that are not its text, and then the finish reason may also be
+    "tool_calls". Who tells them apart is the HTTP server: an engine's own deltas have everything in `text`.
     stop_reason: the stop token id or stop string that ended it, None for any other end.
     logprobs: when asked, of the choice's tokens in order, each with the delta that shows its first character. All
     deltas together have one for every token but those whose text is not shown because the choice ended: the
@@ -50,6 +66,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprob] = []
     timeline: Timeline | None = None
+    reasoning: str = ""
+    tool_calls: list[ToolCallDelta] = []
 
 
 class _Choice:

@@ -22,7 +22,7 @@ from typing import Protocol
 import msgspec
 
 from asyncengine.child import Child, describe_exit, start_child
-from asyncengine.config import EngineConfig, Role, SidecarConfig
+from asyncengine.config import EngineConfig, Role, SidecarConfig, ToolCallFormat
 from asyncengine.engine_info import EngineInfo
 from asyncengine.errors import StartupError
 from asyncengine.model_files import ResolvedModel, resolve_model
@@ -50,6 +50,21 @@ class StartupProgress(Protocol):
 
     def ready(self, role: str, index: int, seconds: float) -> None:
         """A sidecar serves, `seconds` after its process began."""
+
+
+def tool_call_format(config: EngineConfig, tokenizer: TokenizerInfo) -> ToolCallFormat | None:
+    """How the model writes tool calls, by the configuration or by its chat template."""
+    match config.tool_call_parser:
+        case "auto":
+            return tokenizer.tool_call_format
+        case "none":
+            return None
+    return config.tool_call_parser
+
+
+def reasoning(config: EngineConfig, tokenizer: TokenizerInfo) -> bool:
+    """Whether the model's answers may begin with reasoning, likewise."""
+    return tokenizer.reasoning if config.reasoning_parser == "auto" else config.reasoning_parser == "think"
 
 
 class Supervisor:
@@ -145,6 +160,9 @@ class Supervisor:
             model_path=str(model.path),
             scheduling_policy=self._config.scheduling_policy,
             has_chat_template=tokenizer.has_chat_template,
+            tool_call_format=tool_call_format(self._config, tokenizer),
+            reasoning=reasoning(self._config, tokenizer),
+            tag_tokens=tokenizer.tag_tokens,
             **msgspec.structs.asdict(runner),
         )
 

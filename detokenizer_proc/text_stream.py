@@ -38,9 +38,10 @@ class TableStream:
 
     __slots__ = ("_errors", "_pending", "_pieces", "_strip", "_strip_left")
 
-    def __init__(self, table: ByteTable, *, skip_special_tokens: bool, context: Sequence[int] | None) -> None:
-        """context: the whole prompt when it is short enough to be known, else None (its beginning is long past)."""
-        self._pieces = table.visible_pieces if skip_special_tokens else table.pieces
+    def __init__(self, table: ByteTable, *, pieces: list[bytes], context: Sequence[int] | None) -> None:
+        """pieces: the table's, its visible ones, or between the two. context: the whole prompt when it is short enough
+        to be known, else None (its beginning is long past)."""
+        self._pieces = pieces
         self._errors = table.errors
         self._pending = b""
         self._strip = table.strip

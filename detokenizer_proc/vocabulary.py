@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tokenizers import Tokenizer
 
@@ -31,6 +32,8 @@ SELF_TEST_TEXTS = (
 )
 RANDOM_SEQUENCES = 32
 RANDOM_LENGTH = 24
+CACHED_PIECES = 8
+"""Sets of special tokens that requests want to see; an API process asks for as many as there are formats of answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +64,45 @@ class Vocabulary:
                 special=frozenset(index for index, token in enumerate(tokens) if token in special),
             )
         self.size = self._source.size
+        self._visible_pieces = lru_cache(maxsize=CACHED_PIECES)(self._pieces_with)
 
     @property
     def uses_table(self) -> bool:
         return isinstance(self._source, ByteTable)
 
-    def open(self, *, skip_special_tokens: bool, prompt_tail: Sequence[int], prompt_tokens: int) -> TextStream:
-        """prompt_tail: the prompt's last ids, at most `prompt_tokens` of them; ids out of range are left out."""
+    def open(
+        self,
+        *,
+        skip_special_tokens: bool,
+        prompt_tail: Sequence[int],
+        prompt_tokens: int,
+        shown_tokens: tuple[str, ...] = (),
+    ) -> TextStream:
+        """prompt_tail: the prompt's last ids, at most `prompt_tokens` of them; ids out of range are left out.
+        shown_tokens: special tokens, by their spelling, that are not skipped."""
         context = [token for token in prompt_tail if 0 <= token < self.size]
         source = self._source
         if isinstance(source, ByteTable):
             whole = len(prompt_tail) >= prompt_tokens
-            return TableStream(source, skip_special_tokens=skip_special_tokens, context=context if whole else None)
-        hidden = source.nameless | source.special if skip_special_tokens else source.nameless
+            pieces = self._visible_pieces(shown_tokens) if skip_special_tokens else source.pieces
+            return TableStream(source, pieces=pieces, context=context if whole else None)
+        hidden = source.nameless
+        if skip_special_tokens:
+            hidden |= {token for token in source.special if source.tokenizer.id_to_token(token) not in shown_tokens}
         return WindowStream(source.tokenizer, hidden=hidden, context=context)
+
+    def _pieces_with(self, shown_tokens: tuple[str, ...]) -> list[bytes]:
+        """The visible pieces and these special tokens'."""
+        assert isinstance(self._source, ByteTable)
+        pieces, visible = self._source.pieces, self._source.visible_pieces
+        texts = {text.encode() for text in shown_tokens}
+        shown = [token for token, piece in enumerate(pieces) if piece in texts and not visible[token]]
+        if not shown:
+            return visible
+        visible = visible.copy()
+        for token in shown:
+            visible[token] = pieces[token]
+        return visible
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one token by itself, a special token's spelling included; b"" for an id without a token. Exact
@@ -99,7 +127,8 @@ def reproduces(tokenizer: Tokenizer, table: ByteTable) -> bool:
 
 def table_text(table: ByteTable, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
     """The text of `ids` with nothing before them, streamed one id at a time."""
-    stream = TableStream(table, skip_special_tokens=skip_special_tokens, context=())
+    pieces = table.visible_pieces if skip_special_tokens else table.pieces
+    stream = TableStream(table, pieces=pieces, context=())
     return "".join([*map(stream.push, ids), stream.flush()])
 
 

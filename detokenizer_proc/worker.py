@@ -163,6 +163,7 @@ class Worker:
             skip_special_tokens=options.skip_special_tokens,
             prompt_tail=_int32(options.prompt_tail),
             prompt_tokens=opened.prompt_tokens,
+            shown_tokens=options.shown_tokens,
         )
         include_stop = options.include_stop_str_in_output
         search = StopSearch(self._automaton(options.stop), include_stop=include_stop) if options.stop else None
@@ -174,6 +175,8 @@ class Worker:
             logprobs=options.logprobs,
             outbox=self._outbox(opened.rid >> API_WORKER_SHIFT),
         )
+        if options.prefix:
+            self._rows[opened.slot].delta.text.append(options.prefix)
 
     def _outbox(self, api_worker: int) -> DeltaOutbox:
         if api_worker not in self._outboxes:

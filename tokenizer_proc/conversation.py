@@ -13,8 +13,9 @@ def parse_conversation(data: bytes) -> list[dict[str, Any]]:
     """The messages in `data`, each an object with a `role` and, unless it calls tools, a `content`.
 
     `content` is a text or a list of text parts. Tool-call arguments given as JSON text become objects, the form in
-    which templates expect them. Which roles exist, and in which order, is for the template to say. Raises
-    `InvalidRequestError` naming the place of the fault.
+    which templates expect them; any other text, which a model may have written, stays a text, and an empty one is no
+    arguments. Which roles exist, and in which order, is for the template to say. Raises `InvalidRequestError` naming
+    the place of the fault.
     """
     messages = _decode(data, "messages")
     if not isinstance(messages, list) or not messages:
@@ -28,6 +29,14 @@ def parse_template_kwargs(data: bytes) -> dict[str, Any]:
     if not isinstance(kwargs, dict):
         raise InvalidRequestError("chat_template_kwargs must be an object", param="chat_template_kwargs")
     return kwargs
+
+
+def parse_tools(data: bytes) -> list[dict[str, Any]]:
+    """The functions that the template tells the model of."""
+    tools = _decode(data, "tools")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise InvalidRequestError("tools must be a list of objects", param="tools")
+    return tools
 
 
 def join_parts(message: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +94,7 @@ def _tool_call(call: Any) -> Any:
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = msgspec.json.decode(function["arguments"], type=dict[str, Any])
+        arguments = msgspec.json.decode(function["arguments"].strip() or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}}

@@ -16,10 +16,11 @@ from asyncengine.wire.messages import (
     EncodeText,
     Failed,
     Generate,
+    Markup,
     TokenizeChat,
 )
 from tokenizer_proc.chat_template import ChatTemplate, Rendered
-from tokenizer_proc.conversation import parse_conversation, parse_template_kwargs
+from tokenizer_proc.conversation import parse_conversation, parse_template_kwargs, parse_tools
 from tokenizer_proc.vocabulary import Int32, Vocabulary
 
 Job = EncodeText | EncodeIds | EncodeChat
@@ -62,7 +63,10 @@ class PromptEncoder:
                 failed[place] = refusal(job.rid, error)
         ids.update(zip(texts, self._vocabulary.encode_prompts(list(texts.values())), strict=True))
         ids.update(zip(chats, self._vocabulary.encode_chats(list(chats.values())), strict=True))
-        return [failed[place] if place in failed else self._finish(job, ids[place]) for place, job in enumerate(jobs)]
+        return [
+            failed[place] if place in failed else self._finish(job, ids[place], chats.get(place))
+            for place, job in enumerate(jobs)
+        ]
 
     def render(self, job: EncodeChat | TokenizeChat) -> Rendered:
         """A conversation as text. Raises `InvalidRequestError`."""
@@ -72,34 +76,41 @@ class PromptEncoder:
                 code="no_chat_template",
                 param="messages",
             )
+        kwargs = parse_template_kwargs(job.template_kwargs)
+        if job.tools:
+            kwargs["tools"] = parse_tools(job.tools)
         rendered = self._template.render(
-            parse_conversation(job.messages),
-            add_generation_prompt=job.add_generation_prompt,
-            kwargs=parse_template_kwargs(job.template_kwargs),
+            parse_conversation(job.messages), add_generation_prompt=job.add_generation_prompt, kwargs=kwargs
         )
         self.check_size(rendered.text, "messages")
         return rendered
 
-    def _finish(self, job: Job, ids: Int32 | None) -> Generate | Failed:
+    def _finish(self, job: Job, ids: Int32 | None, rendered: Rendered | None) -> Generate | Failed:
         param = "messages" if isinstance(job, EncodeChat) else "prompt"
+        params, markup = job.params, (job.markup if isinstance(job, EncodeChat) else None) or Markup()
+        prefix = markup.think if rendered is not None and markup.think and _leaves_open(rendered, markup.think) else ""
+        if prefix and markup.structured_thinking is not None:
+            params = msgspec.structs.replace(params, structured=markup.structured_thinking)
         try:
             if ids is None:
                 raise InvalidRequestError("the prompt cannot be tokenized", param=param)
-            self._check_ids(ids, job.params, param)
-            max_tokens = self._max_tokens(len(ids), job.params, param)
+            self._check_ids(ids, params, param)
+            max_tokens = self._max_tokens(len(ids), params, param)
         except InvalidRequestError as error:
             return refusal(job.rid, error)
         options = DetokenizeOptions(
-            stop=job.params.stop,
-            skip_special_tokens=job.params.skip_special_tokens,
-            include_stop_str_in_output=job.params.include_stop_str_in_output,
+            stop=params.stop,
+            skip_special_tokens=params.skip_special_tokens,
+            include_stop_str_in_output=params.include_stop_str_in_output,
             prompt_tail=ids[-PROMPT_TAIL_TOKENS:].tobytes(),
-            logprobs=job.params.logprobs is not None,
+            logprobs=params.logprobs is not None,
+            shown_tokens=markup.shown_tokens,
+            prefix=prefix,
         )
         return Generate(
             rid=job.rid,
             ids=ids.tobytes(),
-            params=job.params,
+            params=params,
             max_tokens=max_tokens,
             detok=self._encoder.encode(options),
             namespace=job.namespace,
@@ -169,6 +180,11 @@ class PromptEncoder:
                 param="min_tokens",
             )
         return room if params.max_tokens is None else params.max_tokens
+
+
+def _leaves_open(rendered: Rendered, tag: str) -> bool:
+    """Whether the model is to go on within a block that the template has opened."""
+    return rendered.text.rstrip().endswith(tag)
 
 
 def read_ids(data: bytes) -> Int32:

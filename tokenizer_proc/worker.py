@@ -33,6 +33,7 @@ from asyncengine.wire.messages import (
 )
 from asyncengine.wire.pipes import Pipes, Sender
 from asyncengine.wire.sidecar import HEARTBEAT_SECONDS, Reporter
+from tokenizer_proc.answer_format import tag_tokens, tool_call_format, writes_reasoning
 from tokenizer_proc.chat_template import ChatTemplate
 from tokenizer_proc.prompt_encoder import Job, PromptEncoder
 from tokenizer_proc.token_service import Question, TokenService
@@ -53,12 +54,24 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
     reporter.progress("load tokenizer")
     file = load_tokenizer(config.model_path)
     vocabulary = Vocabulary(file)
-    template = _chat_template(config, file, vocabulary)
+    source = _template_source(config, file)
+    template = None
+    if source is not None:
+        tokens = vocabulary.control_tokens
+        template = ChatTemplate(source, special_tokens=file.special_tokens, control_tokens=tokens)
     encoder = PromptEncoder(vocabulary=vocabulary, template=template, max_model_len=_max_model_len(config, file))
     ring = RingWriter(config.run_dir, config.role, config.index, TurnRecord)
     service = TokenService(vocabulary, encoder)
     worker = Worker(index=config.index, encoder=encoder, service=service, pipes=pipes, ring=ring)
-    reporter.ready(TokenizerInfo(vocab_size=vocabulary.size, has_chat_template=template is not None))
+    reporter.ready(
+        TokenizerInfo(
+            vocab_size=vocabulary.size,
+            has_chat_template=template is not None,
+            tool_call_format=tool_call_format(source or ""),
+            reasoning=writes_reasoning(source or ""),
+            tag_tokens=tag_tokens(file.tokenizer),
+        )
+    )
     while True:
         if reporter.heartbeat_due():
             reporter.heartbeat({**worker.gauges(), "malformed": receiver.malformed})
@@ -77,7 +90,7 @@ def one_turn(messages: Iterator[ToTokenizer]) -> Iterator[ToTokenizer]:
             case EncodeText() | TokenizeText():
                 size += len(message.text)
             case EncodeChat() | TokenizeChat():
-                size += len(message.messages)
+                size += len(message.messages) + len(message.tools)
             case EncodeIds() | Detokenize():
                 size += len(message.ids)
 
@@ -179,14 +192,11 @@ def _max_model_len(config: SidecarConfig, file: TokenizerFile) -> int:
     return length
 
 
-def _chat_template(config: SidecarConfig, file: TokenizerFile, vocabulary: Vocabulary) -> ChatTemplate | None:
-    """The operator's template, else the model's, else None."""
-    source = file.chat_template
-    if config.engine.chat_template is not None:
-        try:
-            source = Path(config.engine.chat_template).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise StartupError(f"cannot read the chat template {config.engine.chat_template}: {error}") from error
-    if source is None:
-        return None
-    return ChatTemplate(source, special_tokens=file.special_tokens, control_tokens=vocabulary.control_tokens)
+def _template_source(config: SidecarConfig, file: TokenizerFile) -> str | None:
+    """The operator's chat template, else the model's, else None."""
+    if config.engine.chat_template is None:
+        return file.chat_template
+    try:
+        return Path(config.engine.chat_template).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(f"cannot read the chat template {config.engine.chat_template}: {error}") from error

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, closing
 
 from aiohttp import web
 
+from asyncengine.api.answer_parser import AnswerParser
 from asyncengine.api.backend import Backend, Prompt
 from asyncengine.api.errors import INTERNAL_ERROR, error_json
 from asyncengine.api.merge import News, merge
@@ -34,8 +35,9 @@ class Generation:
         namespace: str,
         shape: Shape,
         include_usage: bool,
+        parser: Callable[[], AnswerParser | None] = lambda: None,
     ) -> None:
-        """namespace: whose prefixes the prompts may share."""
+        """namespace: whose prefixes the prompts may share. parser: makes what takes a choice's text apart, or None."""
         self._backend = backend
         self._prompts = prompts
         self._params = params
@@ -43,6 +45,8 @@ class Generation:
         self._shape = shape
         self._include_usage = include_usage
         self._usage = UsageCounter(n=params.n)
+        self._new_parser = parser
+        self._parsers: dict[int, AnswerParser | None] = {}
 
     async def respond(self, headers: Mapping[str, str]) -> web.Response:
         """The whole answer at once. Raises `EngineError`."""
@@ -90,7 +94,7 @@ class Generation:
         return (self._shape.usage_chunk(self._usage.total()) if self._include_usage else b"") + DONE
 
     def _events(self, news: News) -> bytes:
-        self._count(news)
+        news = self._take_in(news)
         if len(news) == 1:
             return self._shape.chunk(*news[0])
         return b"".join([self._shape.chunk(index, delta) for index, delta in news])
@@ -102,9 +106,15 @@ class Generation:
         ]
         async with aclosing(merge(streams, self._params.n)) as batches:
             async for news in batches:
-                self._count(news)
-                yield news
+                yield self._take_in(news)
 
-    def _count(self, news: News) -> None:
+    def _take_in(self, news: News) -> News:
+        """Count the news; returns them with their text taken apart."""
+        parsed: News = []
         for index, delta in news:
             self._usage.add(index, delta)
+            if index not in self._parsers:
+                self._parsers[index] = self._new_parser()
+            parser = self._parsers[index]
+            parsed.append((index, delta if parser is None else parser.parse(delta)))
+        return parsed

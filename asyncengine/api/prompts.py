@@ -51,15 +51,18 @@ def completion_prompts(request: CompletionRequest) -> list[str | list[int]]:
     return given  # type: ignore[return-value]  # all are texts, or all lists of ids
 
 
-def chat_prompt(request: ChatRequest) -> ChatPrompt:
-    """The conversation for the model's chat template. Raises `InvalidRequestError`."""
-    return conversation(request.messages, request.add_generation_prompt, request.chat_template_kwargs)
+def chat_prompt(request: ChatRequest, *, tools: list[dict[str, object]]) -> ChatPrompt:
+    """The conversation for the model's chat template. tools: what the model is told of, as templates have them. Raises
+    `InvalidRequestError`."""
+    return conversation(request.messages, request.add_generation_prompt, request.chat_template_kwargs, tools=tools)
 
 
 def conversation(
     messages: Sequence[Message],
     add_generation_prompt: bool | None,
     template_kwargs: Mapping[str, TemplateValue] | None,
+    *,
+    tools: list[dict[str, object]],
 ) -> ChatPrompt:
     """As `chat_prompt`, of the fields alone."""
     kwargs = template_kwargs or {}
@@ -74,6 +77,7 @@ def conversation(
         messages=[_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)],
         add_generation_prompt=add_generation_prompt is not False,
         template_kwargs=dict(kwargs),
+        tools=tools,
     )
 
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from aiohttp import web
 
+from asyncengine.api.answer_parser import AnswerParser
 from asyncengine.api.backend import Backend, Prompt
+from asyncengine.api.chat_turn import chat_turn
 from asyncengine.api.errors import NotFoundError
 from asyncengine.api.generation import Generation
-from asyncengine.api.prompts import chat_prompt, completion_prompts
+from asyncengine.api.prompts import completion_prompts
 from asyncengine.api.request_body import ignored_fields_header, json_body, json_response
 from asyncengine.api.schema import REQUEST_NAME, GenerationRequest, Parsed, R, parse_chat, parse_completion
 from asyncengine.api.shapes import AnswerOptions, ChatShape, CompletionShape, Shape
 from asyncengine.engine_info import EngineInfo
 from asyncengine.errors import InvalidRequestError
+from asyncengine.sampling import SamplingParams
 
 REQUEST_ID_HEADER = "X-Request-Id"
 
@@ -39,12 +42,21 @@ class Routes:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         received_ns = time.monotonic_ns()
         parsed = parse_completion(await json_body(request))
-        return await self._generate(request, parsed, completion_prompts(parsed.request), CompletionShape, received_ns)
+        check_model(parsed.request.model, self._backend.info)
+        prompts, params = completion_prompts(parsed.request), parsed.request.sampling_params()
+        return await self._generate(request, parsed, prompts, params, CompletionShape, received_ns)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         received_ns = time.monotonic_ns()
         parsed = parse_chat(await json_body(request))
-        return await self._generate(request, parsed, [chat_prompt(parsed.request)], ChatShape, received_ns)
+        check_model(parsed.request.model, self._backend.info)
+        turn = chat_turn(parsed.request, self._backend.info)
+        try:
+            return await self._generate(
+                request, parsed, [turn.prompt], turn.params, ChatShape, received_ns, parser=turn.parser
+            )
+        except InvalidRequestError as error:
+            raise turn.refusal(error) from None
 
     async def cancel(self, request: web.Request) -> web.Response:
         name = request.match_info["id"]
@@ -64,12 +76,12 @@ class Routes:
         request: web.Request,
         parsed: Parsed[R],
         prompts: Sequence[Prompt],
+        params: SamplingParams,
         shape: type[Shape],
         received_ns: int,
+        parser: Callable[[], AnswerParser | None] = lambda: None,
     ) -> web.StreamResponse:
         asked: GenerationRequest = parsed.request
-        check_model(asked.model, self._backend.info)
-        params = asked.sampling_params()
         options = asked.stream_options
         include_usage = options is not None and bool(options.include_usage)
         generation = Generation(
@@ -89,6 +101,7 @@ class Routes:
                 ),
             ),
             include_usage=include_usage,
+            parser=parser,
         )
         headers = ignored_fields_header(parsed.ignored)
         return await (generation.stream(request, headers) if asked.stream else generation.respond(headers))

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from asyncengine.api.json_body import decode_body
 from asyncengine.api.structured import ResponseFormat, StructuredOutputs, structured_of
+from asyncengine.api.tools import ToolChoice, Tools
 from asyncengine.api.unsupported import NO_EFFECT_IN_CHAT, NO_EFFECT_IN_COMPLETIONS, ignored_fields
 from asyncengine.errors import InvalidRequestError
 from asyncengine.sampling import (
@@ -170,6 +171,9 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     top_logprobs: LogprobCount | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: Annotated[dict[str, TemplateValue], Meta(max_length=16)] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     @property
     def num_logprobs(self) -> int | None:

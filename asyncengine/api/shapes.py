@@ -6,11 +6,13 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from asyncengine.api.chat_messages import AssistantMessageJson, FunctionCallJson, ToolCallJson, delta_json
 from asyncengine.api.logprobs import ChatLogprobsJson, CompletionLogprobsJson, chat_logprobs, completion_logprobs
 from asyncengine.api.sse import event
 from asyncengine.api.timings import TimingsJson, timings
@@ -22,11 +24,20 @@ from asyncengine.timeline import Timeline
 encode = msgspec.json.encode
 
 
+@dataclass(slots=True)
+class _Call:
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
+
+
 class Answer:
     """One choice's whole answer, gathered from its deltas."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[_Call] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason: str | None = None
@@ -35,6 +46,11 @@ class Answer:
 
     def add(self, delta: Delta) -> None:
         self._texts.append(delta.text)
+        self._reasoning.append(delta.reasoning)
+        for call in delta.tool_calls:
+            if call.index == len(self._calls):
+                self._calls.append(_Call(call.id or "", call.name or ""))
+            self._calls[call.index].arguments.append(call.arguments)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
@@ -43,6 +59,17 @@ class Answer:
     @property
     def text(self) -> str:
         return "".join(self._texts)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self._reasoning)
+
+    @property
+    def tool_calls(self) -> list[ToolCallJson]:
+        return [
+            ToolCallJson(id=call.id, function=FunctionCallJson(name=call.name, arguments="".join(call.arguments)))
+            for call in self._calls
+        ]
 
 
 class ChoiceJson(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,12 +86,6 @@ class ChoiceJson(msgspec.Struct, frozen=True, kw_only=True):
 
 class CompletionChoiceJson(ChoiceJson, frozen=True, kw_only=True):
     text: str
-
-
-class AssistantMessageJson(msgspec.Struct, frozen=True, kw_only=True):
-    role: str = "assistant"
-    content: str
-    refusal: None = None
 
 
 class ChatChoiceJson(ChoiceJson, frozen=True, kw_only=True):
@@ -144,13 +165,15 @@ class Shape(ABC):
         return encode(response)
 
     def _has_news(self, delta: Delta) -> bool:
-        if delta.text or delta.logprobs or delta.finish_reason is not None:
+        if delta.text or delta.logprobs or delta.finish_reason is not None or delta.reasoning or delta.tool_calls:
             return True
         return bool(delta.token_ids) and (self._token_ids or self._continuous_usage)
 
     def _is_text_only(self, delta: Delta) -> bool:
         """What nearly all deltas are: `_text_event` writes them at a fraction of the cost."""
-        return self._text_is_all and delta.finish_reason is None and not delta.logprobs and delta.text != ""
+        if not self._text_is_all or delta.finish_reason is not None or delta.text == "":
+            return False
+        return not (delta.logprobs or delta.reasoning or delta.tool_calls)
 
     def _text_event(self, index: int, text: str) -> bytes:
         return self._before_text % index + encode(text) + self._after_text
@@ -229,13 +252,12 @@ class ChatShape(Shape):
             return role + self._text_event(index, delta.text)
         if not self._has_news(delta):
             return role
-        content = b'"delta":{"content":' + encode(delta.text) + b"}" if delta.text else b'"delta":{}'
-        return role + self._event(index, content, delta)
+        return role + self._event(index, b'"delta":' + encode(delta_json(delta)), delta)
 
     def _choice(self, index: int, answer: Answer) -> ChoiceJson:
         return ChatChoiceJson(
             index=index,
-            message=AssistantMessageJson(content=answer.text),
+            message=_message_of(answer),
             logprobs=self._logprobs_of(answer),
             finish_reason=answer.finish_reason,
             stop_reason=UNSET if answer.stop_reason is None else answer.stop_reason,
@@ -245,3 +267,12 @@ class ChatShape(Shape):
 
     def _logprobs_json(self, entries: Sequence[TokenLogprob]) -> ChatLogprobsJson:
         return chat_logprobs(entries, token_ids=self._token_ids)
+
+
+def _message_of(answer: Answer) -> AssistantMessageJson:
+    calls = answer.tool_calls
+    return AssistantMessageJson(
+        content=None if calls and not answer.text else answer.text,
+        reasoning_content=answer.reasoning or UNSET,
+        tool_calls=calls or UNSET,
+    )

@@ -10,6 +10,7 @@ from msgspec import Meta
 from asyncengine.api.json_body import decode_body
 from asyncengine.api.prompts import conversation
 from asyncengine.api.schema import FIELDS, MAX_MESSAGES, Message, Name, Parsed, TemplateValue, TokenId
+from asyncengine.api.tools import Tools, template_tools
 from asyncengine.api.unsupported import NO_EFFECT_IN_TOKENIZE, ignored_fields
 from asyncengine.errors import InvalidRequestError
 from asyncengine.streams import ChatPrompt
@@ -26,6 +27,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: Annotated[dict[str, TemplateValue], Meta(max_length=16)] | None = None
+    tools: Tools | None = None
     return_token_strs: bool | None = None
 
     def text(self) -> str | ChatPrompt:
@@ -34,7 +36,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequestError("the body must have either prompt or messages", param="prompt")
         if self.messages is None:
             assert self.prompt is not None
-            for name in ("add_generation_prompt", "chat_template_kwargs"):
+            for name in ("add_generation_prompt", "chat_template_kwargs", "tools"):
                 if getattr(self, name) is not None:
                     raise InvalidRequestError(f"{name} is only allowed with messages", param=name)
             return self.prompt
@@ -44,7 +46,12 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
                 code="unsupported_parameter",
                 param="add_special_tokens",
             )
-        return conversation(self.messages, self.add_generation_prompt, self.chat_template_kwargs)
+        return conversation(
+            self.messages,
+            self.add_generation_prompt,
+            self.chat_template_kwargs,
+            tools=template_tools(self.tools or ()),
+        )
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -53,12 +53,9 @@ NO_EFFECT_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": (),
     "store": (False,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -67,7 +64,6 @@ NO_EFFECT_IN_TOKENIZE: Mapping[str, tuple[Any, ...]] = {
     "chat_template": (),
     "continue_final_message": (False,),
     "mm_processor_kwargs": (),
-    "tools": ([],),
 }
 
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import msgspec
 
+from asyncengine.config import ToolCallFormat
 from asyncengine.sampling import SamplingParams, Structured
 
 
@@ -66,11 +67,24 @@ class EncodeIds(Wire, frozen=True, tag=2):
     namespace: str
 
 
+class Markup(Wire, frozen=True, tag=8):
+    """What the API process needs of an answer's text to take it apart.
+
+    shown_tokens: special tokens whose text is shown though special tokens are skipped. think: the tag that opens a
+    block of reasoning, "" for none; where the prompt leaves such a block open, the answer's text begins with the tag,
+    and `structured_thinking`, if there is one, takes the place of the parameters' `structured`.
+    """
+
+    shown_tokens: tuple[str, ...] = ()
+    think: str = ""
+    structured_thinking: Structured | None = None
+
+
 class EncodeChat(Wire, frozen=True, tag=3):
     """A conversation for the chat template: `messages` is the JSON text of a list of {role, content, ...} objects.
 
     `template_kwargs` (JSON object text, "" for none) become the template's variables; the API process passes only names
-    it allows.
+    it allows. `tools`: JSON text of a list of functions as the template knows them, "" for none.
     """
 
     rid: int
@@ -79,6 +93,8 @@ class EncodeChat(Wire, frozen=True, tag=3):
     namespace: str
     add_generation_prompt: bool = True
     template_kwargs: bytes = b""
+    tools: bytes = b""
+    markup: Markup | None = None
 
 
 class Abort(Wire, frozen=True, tag=4):
@@ -106,6 +122,7 @@ class TokenizeChat(Wire, frozen=True, tag=6):
     add_generation_prompt: bool
     template_kwargs: bytes
     texts: bool
+    tools: bytes = b""
 
 
 class Detokenize(Wire, frozen=True, tag=7):
@@ -145,13 +162,16 @@ class StopHit(Wire, frozen=True, tag=11):
 
 class DetokenizeOptions(Wire, frozen=True, tag=20):
     """How one row's tokens become text. `prompt_tail`: int32 array, the prompt's last ids (context for decoders that
-    need some). `logprobs`: the row's tokens come with log-probabilities."""
+    need some). `logprobs`: the row's tokens come with log-probabilities. `shown_tokens`: as in `Markup`. `prefix`: the
+    text begins with it, though no token wrote it."""
 
     stop: tuple[str, ...]
     skip_special_tokens: bool
     include_stop_str_in_output: bool
     prompt_tail: bytes
     logprobs: bool = False
+    shown_tokens: tuple[str, ...] = ()
+    prefix: str = ""
 
 
 class Open(Wire, frozen=True, tag=21):
@@ -459,7 +479,14 @@ class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """`Ready.info` of tokenizer_proc. vocab_size: ids the tokenizer can produce."""
+    """`Ready.info` of tokenizer_proc. vocab_size: ids the tokenizer can produce.
+
+    tool_call_format, reasoning: how answers are written, as far as the chat template shows it. tag_tokens: tags of such
+    formats that are tokens of their own.
+    """
 
     vocab_size: int
     has_chat_template: bool
+    tool_call_format: ToolCallFormat | None = None
+    reasoning: bool = False
+    tag_tokens: tuple[str, ...] = ()

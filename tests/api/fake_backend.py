@@ -22,8 +22,9 @@ ANSWER = "".join(PIECES)
 
 
 class FakeBackend:
-    """Every choice yields `pieces`, one token each, its own number put before the first; then it ends with "stop", or
-    with "length" at `max_tokens`. Prompts are counted by character, id or message; all but one token are cached.
+    """Every choice yields `pieces`, one token each, its own number put before the first unless it is not `numbered`;
+    then it ends with "stop", or with "length" at `max_tokens`. Prompts are counted by character, id or message; all but
+    one token are cached.
 
     Asked for log-probabilities, token number `k` has -k/2, and the most likely ones are those before it.
 
@@ -47,7 +48,9 @@ class FakeBackend:
             weight_bytes=1,
             kv_cache_bytes=1,
             has_chat_template=True,
+            tool_call_format="hermes",
         )
+        self.numbered = True
         self.health = Health(state="ready")
         self.pieces: Sequence[str] = PIECES
         self.refusal: EngineError | None = None
@@ -96,7 +99,7 @@ class FakeBackend:
                         raise self.failure
                     if sent == self.hold_after:
                         await asyncio.Event().wait()
-                    text = f"{index}:{piece}" if step == 0 else piece
+                    text = f"{index}:{piece}" if step == 0 and self.numbered else piece
                     yield self._delta(index, text, step + 1, size, params)
                     sent += 1
                 if step + 1 == params.max_tokens:

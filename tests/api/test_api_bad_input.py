@@ -313,8 +313,6 @@ def test_the_generated_test_covers_the_integer_fields() -> None:
         (CHAT, {"add_special_tokens": True}),
         (CHAT, {"echo": True}),
         (COMPLETIONS, {"prompt_embeds": "AAAA"}),
-        (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
-        (CHAT, {"tool_choice": "required"}),
         (CHAT, {"functions": [{}]}),
         (CHAT, {"modalities": ["text", "audio"]}),
     ],

@@ -51,6 +51,7 @@ BOTH: dict[str, dict[str, Any]] = {
     "response_format": {"response_format": {"type": "json_object"}},
     "structured_outputs": {"structured_outputs": {"choice": ["a", "b"]}},
 }
+TOOLS: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": "f"}}]}
 OWN: dict[str, dict[str, dict[str, Any]]] = {
     COMPLETIONS: {"prompt": {"prompt": "abd"}, "logprobs": {"logprobs": 1}},
     CHAT: {
@@ -59,11 +60,19 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
         "top_logprobs": {"logprobs": True, "top_logprobs": 2},
         "add_generation_prompt": {"add_generation_prompt": False},
         "chat_template_kwargs": {"chat_template_kwargs": {"enable_thinking": False}},
+        "tools": TOOLS,
+        "tool_choice": TOOLS | {"tool_choice": "required"},
+        "parallel_tool_calls": TOOLS | {"parallel_tool_calls": False},
     },
 }
 WITHOUT_EFFECT = {"user"}
 """It tells a provider of the API who abuses it, by OpenAI's definition; nothing here could be done with it."""
-NEEDED: dict[str, dict[str, Any]] = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}}
+NEEDED: dict[str, dict[str, Any]] = {
+    "stream_options": {"stream": True},
+    "top_logprobs": {"logprobs": True},
+    "tool_choice": TOOLS,
+    "parallel_tool_calls": TOOLS,
+}
 """What a parameter cannot do without, and must therefore differ from."""
 
 

@@ -145,6 +145,9 @@ def opened(
     prompt_tokens: int = 5,
     cached_tokens: int = 0,
     logprobs: bool = False,
+    shown_tokens: tuple[str, ...] = (),
+    prefix: str = "",
 ) -> Open:
-    options = DetokenizeOptions(stop, skip_special_tokens, include_stop, array("i", prompt_tail).tobytes(), logprobs)
+    tail = array("i", prompt_tail).tobytes()
+    options = DetokenizeOptions(stop, skip_special_tokens, include_stop, tail, logprobs, shown_tokens, prefix)
     return Open(slot, gen, rid, msgspec.msgpack.encode(options), prompt_tokens, cached_tokens)

@@ -91,6 +91,12 @@ def test_a_row_opens_runs_and_ends_at_its_limit(bench: Bench) -> None:
     assert bench.worker.gauges()["streams"] == 0
 
 
+def test_a_rows_text_begins_with_what_its_prompt_left_open(bench: Bench) -> None:
+    row = opened(3, 1, 70, prefix="<t>", stop=("<t>",), shown_tokens=("<|x|>",))
+    assert bench.shown(Row(3, 1, ord("a")), opens=(row,)) == [piece(70, "<t>a", [ord("a")])]
+    assert bench.shown(Row(3, 1, HIDDEN)) == [piece(70, "<|x|>", [HIDDEN])]
+
+
 def test_what_gpu_runner_stamped_comes_once_with_the_first_entry(bench: Bench) -> None:
     stamped = [
         msgspec.structs.replace(opened(slot, 1, 70 + slot), queued_ns=slot, started_ns=10 + slot, first_token_ns=20)

@@ -81,6 +81,14 @@ def test_special_tokens_are_hidden_only_on_request_and_other_added_tokens_never(
     assert text_of(BYTE_VOCABULARY, ids, skip=False) == "<|x|>a<tool><|x|>"
 
 
+def test_special_tokens_that_are_asked_for_by_name_are_shown() -> None:
+    for vocabulary, special in ((BYTE_VOCABULARY, HIDDEN), (METASPACE_VOCABULARY, PIECES.index("<s>"))):
+        name = vocabulary.token_bytes(special).decode()
+        for shown, expected in (((name, "<y>"), name), (("<y>",), ""), ((), "")):
+            stream = vocabulary.open(skip_special_tokens=True, prompt_tail=(), prompt_tokens=0, shown_tokens=shown)
+            assert "".join(pushed(stream, [special])) == expected
+
+
 def test_a_hidden_token_inside_a_character_does_not_break_it() -> None:
     first, *rest = "é".encode()
     assert text_of(BYTE_VOCABULARY, [first, HIDDEN, *rest]) == "é"

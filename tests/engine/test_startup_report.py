@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from asyncengine.engine_info import EngineInfo
@@ -11,7 +13,7 @@ from asyncengine.wire.messages import MemoryAccount, Ready, RunnerInfo
 GIB = 2**30
 
 
-def info(memory: MemoryAccount, **graphs: int) -> EngineInfo:
+def info(memory: MemoryAccount, **graphs: Any) -> EngineInfo:
     return EngineInfo(
         model="m",
         model_path="/m",

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from support.tokenizers_cache import default_model_file, tokenizer_folder
@@ -34,6 +35,7 @@ from asyncengine.wire.messages import (
     ToEngine,
     TokenizeChat,
     Tokenized,
+    TokenizerInfo,
     TokenizeText,
     ToRunner,
     ToSupervisor,
@@ -276,7 +278,8 @@ def test_the_process_serves_text_ids_and_chats_until_it_is_told_to_end(ends: End
     with process(ends, default_model_file()) as child:
         ready = receive_one(ends.supervisor, Ready)
         assert (ready.role, ready.index, ready.pid) == ("tokenizer_proc", 0, child.pid)
-        assert ready.info == {"vocab_size": 49152, "has_chat_template": True}
+        info = msgspec.convert(ready.info, TokenizerInfo)
+        assert info == TokenizerInfo(vocab_size=49152, has_chat_template=True)
         requests = ends.pipes.sender("tokenizer.0")
         requests.socket.send(b"\x80\x04K\x01.")  # no frame of ours: dropped and counted
         messages = json.dumps([{"role": "user", "content": "What is the capital of France?"}]).encode()

@@ -26,7 +26,13 @@ PIPES: dict[str, Any] = {
     "grammar": messages.ToGrammar,
     "runner.grammar": messages.FromGrammar,
 }
-NOT_SENT_ALONE = {messages.Open, messages.DetokenizeOptions, messages.LogprobColumns, messages.Openings}
+NOT_SENT_ALONE = {
+    messages.Markup,
+    messages.Open,
+    messages.DetokenizeOptions,
+    messages.LogprobColumns,
+    messages.Openings,
+}
 ALL = {cls for cls in vars(messages).values() if isinstance(cls, type) and issubclass(cls, Wire)} - {Wire}
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
