@@ -49,7 +49,7 @@ def client(url: str) -> openai.AsyncOpenAI:
 
 
 async def wait_until(
-    engine: AsyncEngine, condition: Callable[[dict[str, int]], bool], seconds: float = 20.0
+    engine: AsyncEngine, condition: Callable[[dict[str, int]], bool], seconds: float = 5.0
 ) -> dict[str, int]:
     """The gauges once `condition` holds for them; fails after `seconds`."""
     deadline = asyncio.get_running_loop().time() + seconds
