@@ -212,7 +212,7 @@ def test_long_sequences_of_random_plans_leave_the_same_as_the_torch_step(
     start_step = replayable(lambda: step_meta(upload, actual, meta, page_tokens, num_tokens=max_step_tokens))
     end_step = replayable(lambda: post_update(sampled, actual, meta, results))
     overshoots = stops = lengths = 0
-    for _ in range(30):
+    for _ in range(60):
         plan = maker.next_plan(set(expected.done.nonzero().flatten().tolist()), most_starts=most_starts)
         rows = plan.num_rows
         host.upload.fill_(-7)
