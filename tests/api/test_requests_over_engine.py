@@ -43,7 +43,7 @@ async def server(engine: AsyncEngine) -> AsyncIterator[Server]:
 
 
 async def idle(engine: AsyncEngine) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (gauges := engine.gauges())["running"] or gauges["waiting"] or gauges["open_streams"]:
             await asyncio.sleep(0.01)
     assert gauges["free_pages"] == gauges["total_pages"]
@@ -150,7 +150,7 @@ async def test_a_request_that_waits_is_cancelled_by_the_name_it_was_given(
         first = json.loads((await running.content.readline())[6:])
         body = {**ENDLESS, "stream": stream, "request_id": "mine"}
         waiting = asyncio.create_task(server.session.post(server.url + COMPLETIONS, json=body))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (await server.post("/v1/requests/cmpl-mine/cancel", {}))[0] == 404:
                 await asyncio.sleep(0.005)
         response = await waiting
@@ -166,7 +166,7 @@ async def test_a_request_that_waits_is_cancelled_by_the_name_it_was_given(
 async def test_all_prompts_of_a_request_are_cancelled_together(server: Server, engine: AsyncEngine) -> None:
     body = {**ENDLESS, "prompt": [[40], [41], [42]], "request_id": "three"}
     waiting = asyncio.create_task(server.post(COMPLETIONS, body))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while engine._requests.count < 3:
             await asyncio.sleep(0.005)
     assert await engine.cancel("cmpl-three")
@@ -186,8 +186,8 @@ PARTS = ("accept", "tokenize", "queue", "prefill", "detokenize", "decode", "writ
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_parts_of_the_timings_are_what_the_client_saw(server: Server, stream: bool) -> None:
     body = {"prompt": TEXT, "max_tokens": 50, "ignore_eos": True, "timings": True, "stream": stream}
-    gaps = []
-    for _ in range(5):
+    gaps: list[float] = []
+    while len(gaps) < 50 and not (gaps and min(gaps) < 5):
         begin = time.monotonic()
         async with server.session.post(server.url + COMPLETIONS, json=body) as response:
             text = (await response.read()).decode()
@@ -197,7 +197,7 @@ async def test_the_parts_of_the_timings_are_what_the_client_saw(server: Server, 
         assert sum(spent[f"{part}_ms"] for part in PARTS) == pytest.approx(spent["total_ms"], abs=0.01)
         assert sum(spent[f"{part}_ms"] for part in PARTS[:5]) == pytest.approx(spent["first_token_ms"], abs=0.01)
         gaps.append(seen_ms - spent["total_ms"])
-    assert 0 <= min(gaps) < 5  # the other four may have met with a busy machine
+    assert 0 <= min(gaps) < 5  # the others may have met with a busy machine
 
 
 async def test_a_priority_needs_the_policy_of_that_name(server: Server) -> None:

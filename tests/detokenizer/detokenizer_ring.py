@@ -21,7 +21,7 @@ from asyncengine.wire.messages import (
 )
 from asyncengine.wire.pipes import Pipes, Receiver
 
-WAIT_MS = 10_000
+WAIT_MS = 60_000
 
 
 class Piece(NamedTuple):

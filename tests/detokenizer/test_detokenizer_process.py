@@ -32,7 +32,7 @@ def stop(process: subprocess.Popen[bytes]) -> int:
     """Close the process's life-line if it still runs; its exit code."""
     assert process.stdin is not None
     process.stdin.close()
-    return process.wait(timeout=10)
+    return process.wait(timeout=60)
 
 
 def first_of(receiver: Receiver, kind: type) -> object:
@@ -66,7 +66,7 @@ def test_a_real_tokenizer_is_served_until_the_process_is_told_to_end() -> None:
         assert isinstance(beat, Heartbeat)
         assert set(beat.gauges) == {"streams", "pending", "stop_hits", "bad_ids", "malformed"}
         process.terminate()
-        assert process.wait(timeout=10) == 0
+        assert process.wait(timeout=60) == 0
     finally:
         stop(process)
         ring.pipes.close()

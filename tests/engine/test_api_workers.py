@@ -78,7 +78,7 @@ def established(pid: int, port: int) -> int:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -146,7 +146,7 @@ async def test_clients_that_leave_are_aborted_in_every_worker(short_path: Path) 
                 response.close()
         async with all_connections() as session:
             # all slots are free again: as many streams as there are begin at once
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 responses = await asyncio.gather(
                     *(session.post(f"{url}/v1/completions", json=ENDLESS) for _ in range(64))
                 )
@@ -214,7 +214,7 @@ async def test_every_worker_tells_of_a_frozen_process(short_path: Path) -> None:
         os.kill(frozen, signal.SIGSTOP)
         answers: set[str] = set()
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while "stalled" not in answers:
                     async with aiohttp.ClientSession() as session, session.get(f"{url}/health") as response:
                         answers.add((await response.json())["status"])
@@ -265,7 +265,7 @@ async def test_a_worker_mints_rids_with_its_number_and_hears_of_no_other(short_p
     subscriptions = [front.subscribe([1, 2], SamplingParams(n=n), listener=lambda: None) for n in (2, 1)]
     for subscription in subscriptions:
         subscription.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     sent: list[EncodeIds | Abort] = []
     aborted: list[Abort] = []
     while (len(sent), len(aborted)) != (5, 3) and time.monotonic() < deadline:
@@ -316,7 +316,7 @@ async def test_every_worker_answers_with_the_metrics_of_all(short_path: Path) ->
             for _ in range(20):
                 async with session.post(f"{url}/v1/completions", json=body) as response:
                     assert response.status == 200
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while (await scrape(session))["vllm:num_requests_running"]:
                     await asyncio.sleep(0.01)
             pages = [await scrape(session) for _ in range(20)]

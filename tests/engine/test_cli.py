@@ -52,7 +52,7 @@ def test_a_signal_ends_a_stream_with_an_error_that_its_client_can_read(short_pat
         url = command.read_until(r"Ready: \S+ at (\S+)")[1]
         body = json.dumps({"prompt": "go", "max_tokens": 8000, "stream": True}).encode()
         request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=20) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             assert response.readline().startswith(b"data: {")
             command.process.terminate()
             *_, last = response.read().decode().strip().split("\n\n")
@@ -67,7 +67,7 @@ def test_a_server_that_loses_a_process_tells_its_clients_and_exits_with_code_1(s
         url = command.read_until(r"Ready: \S+ at (\S+)")[1]
         body = json.dumps({"prompt": "go", "max_tokens": 8000, "stream": True}).encode()
         request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=20) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             assert response.readline().startswith(b"data: {")
             children = command.children()
             os.kill(children[0], signal.SIGKILL)
@@ -251,7 +251,8 @@ def test_importing_the_package_loads_neither_torch_nor_aiohttp() -> None:
 
 
 def test_importing_the_package_takes_less_than_100_ms() -> None:
-    assert min(import_time_us() for _ in range(3)) < IMPORT_LIMIT_US
+    # the quickest of several: the others may have met with a busy machine
+    assert any(import_time_us() < IMPORT_LIMIT_US for _ in range(10))
 
 
 def modules_after(code: str) -> set[str]:

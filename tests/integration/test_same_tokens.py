@@ -24,13 +24,13 @@ MAX_NUM_SEQS = 8
 STORY = "The old lighthouse keeper climbed the stairs every evening, lit the lamp, and wrote one line in his book. "
 TEXTS = (
     "What is the capital of France?",
-    STORY * 3,
-    STORY * 3 + "One night the line he wrote was different:",
+    STORY * 2,
+    STORY * 2 + "One night the line he wrote was different:",
     "def fibonacci(n):\n    ",
     "1, 2, 3, 4, 5,",
     "Water boils at a temperature of",
     "Dear Sir or Madam,\n\n",
-    STORY * 5 + "The end of the story is that",
+    STORY * 3 + "The end of the story is that",
 )
 
 
@@ -108,14 +108,17 @@ def test_in_a_batch_of_8_with_any_chunk_size_and_prefix_cache_on_or_off(
         kv_cache_tokens=4096, max_num_batched_tokens=chunk_tokens, enable_prefix_caching=enable_prefix_caching
     )
     assert engine.run(prompts()) == answers_alone()
-    hits = engine.scheduler.counters.prefix_hit_tokens
-    assert engine.run(prompts()) == answers_alone(), "and again, with whatever is cached now"
-    assert (engine.scheduler.counters.prefix_hit_tokens > hits) == enable_prefix_caching
+    if enable_prefix_caching:
+        hits = engine.scheduler.counters.prefix_hit_tokens
+        assert engine.run(prompts()) == answers_alone(), "and again, with what is cached now"
+        assert engine.scheduler.counters.prefix_hit_tokens > hits
+    else:
+        assert engine.scheduler.counters.prefix_hit_tokens == 0
     engine.close()
 
 
 def test_with_rows_retracted_and_resumed() -> None:
-    engine = LocalEngine(kv_cache_tokens=320, max_num_batched_tokens=64)
+    engine = LocalEngine(kv_cache_tokens=112, max_num_batched_tokens=64)
     assert engine.run(prompts()) == answers_alone()
     assert engine.scheduler.counters.preemptions > 0
     engine.close()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 VOCAB_SIZE = 49152
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 9, 3, 64
@@ -67,8 +68,12 @@ def transformers_model(path: Path) -> LlamaForCausalLM:
             values = values.reshape(heads, HEAD_DIM, -1)[:, order].reshape(values.shape)
         (name,) = [re.sub(old, new, tensor.name) for old, new in NAMES.items() if re.fullmatch(old, tensor.name)]
         weights[name] = torch.from_numpy(values)
-    model = LlamaForCausalLM(config).eval()
-    result = model.load_state_dict(weights, strict=False)
-    assert result.missing_keys == ["lm_head.weight"]  # tied
+    with torch.device("meta"):  # no random weights, which take as long to draw as these to read
+        model = LlamaForCausalLM(config).eval()
+    result = model.load_state_dict(weights, strict=False, assign=True)
+    assert result.missing_keys == ["lm_head.weight"]
+    model.tie_weights()
+    # not among the weights
+    model.model.rotary_emb = LlamaRotaryEmbedding(config)
     assert not result.unexpected_keys
     return model

@@ -13,7 +13,7 @@ from asyncengine.config import SchedulingPolicy
 from asyncengine.errors import InvalidRequestError
 
 OPERATIONS_PER_RUN = 1_000
-RUNS = 40
+RUNS = 30
 POLICIES: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
 
 

@@ -48,7 +48,7 @@ class Command:
 
     def finish(self, stdin: str = "") -> tuple[int, str, str]:
         """Exit code, rest of stdout, stderr; and nothing is left of it."""
-        out, err = self.process.communicate(stdin, timeout=30)
+        out, err = self.process.communicate(stdin, timeout=60)
         assert [*self.short_path.iterdir()] == []
         return self.process.returncode, out, err
 
@@ -64,7 +64,7 @@ def running(short_path: Path, *args: str, **script: object) -> Iterator[Command]
 
 
 def all_gone(pids: list[int]) -> bool:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         if time.monotonic() > deadline:
             return False
@@ -75,6 +75,6 @@ def all_gone(pids: list[int]) -> bool:
 def ask(url: str) -> str:
     body = json.dumps({"prompt": "one two three", "max_tokens": 20}).encode()
     request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=20) as response:
+    with urllib.request.urlopen(request, timeout=60) as response:
         text: str = json.load(response)["choices"][0]["text"]
         return text

@@ -19,7 +19,7 @@ from asyncengine.wire import pipes as pipes_module
 from asyncengine.wire.messages import Abort, Deltas, Generate, StepFrame, StopHit, ToRunner, ToRunnerControl
 from asyncengine.wire.pipes import Pipes, Poller, Receiver, make_run_dir
 
-WAIT_MS = 5000
+WAIT_MS = 60_000
 STEP_MS = 1
 
 
