@@ -20,7 +20,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gpu_runner.kernels.linear_config import DotConfig, FmaConfig, LinearConfig
+from gpu_runner.kernels.linear_config import MIN_PART_BLOCKS, DotConfig, FmaConfig, LinearConfig, TileConfig
 from gpu_runner.kernels.linear_dot import linear_dot_kernel
 from gpu_runner.kernels.linear_fma import linear_fma_kernel
 from gpu_runner.kernels.linear_tile import linear_tile_kernel
@@ -39,7 +39,8 @@ class SplitScratch:
 
     @classmethod
     def allocate(cls, *, max_values: int, max_tiles: int, device: torch.device | str) -> SplitScratch:
-        """max_values: the largest split_k * T * N. max_tiles: the most tiles. Nothing for splits of 1."""
+        """max_values: the largest split_k * T * N, or 2 * programs * tokens * rows of tiles that programs share. max_tiles:
+        the most tiles. Nothing for splits of 1."""
         return cls(
             partials=torch.empty(max_values, dtype=torch.float32, device=device),
             arrivals=torch.zeros(max_tiles, dtype=torch.int32, device=device),
@@ -162,15 +163,7 @@ def _launch(
     elif isinstance(config, DotConfig):
         _launch_dot(x, weight, bias, out, config, scratch, options)
     else:
-        linear_tile_kernel[(triton.cdiv(n, config.rows) * triton.cdiv(len(x), config.tokens),)](
-            TensorDescriptor.from_tensor(x, [config.tokens, config.block_k]),
-            TensorDescriptor.from_tensor(weight, [config.rows // 2 if gate_up else config.rows, config.block_k]),
-            *(bias, out, len(x)),
-            TOKENS=config.tokens,
-            STAGES=config.stages,
-            GROUP=config.group,
-            **options,
-        )
+        _launch_tile(x, weight, bias, out, config, scratch, options)
 
 
 def _launch_dot(
@@ -186,7 +179,10 @@ def _launch_dot(
     tokens = min(config.tokens, max(MIN_DOT_TOKENS, triton.next_power_of_2(num_tokens)))
     token_tiles = triton.cdiv(num_tokens, tokens)
     tiles = triton.cdiv(n, config.rows) * token_tiles
-    partials, arrivals = _scratch_for(config, num_tokens, n, tiles, scratch)
+    partials, arrivals = None, None
+    if config.split_k > 1:
+        parts = f"{config.split_k} parts of {num_tokens} x {n}"
+        partials, arrivals = _scratch_for(scratch, parts, config.split_k * num_tokens * n, tiles)
     linear_dot_kernel[(tiles, config.split_k)](
         *(x, weight, bias, out, partials, arrivals, num_tokens),
         TOKENS=tokens,
@@ -199,14 +195,39 @@ def _launch_dot(
     )
 
 
-def _scratch_for(
-    config: DotConfig, num_tokens: int, n: int, tiles: int, scratch: SplitScratch | None
-) -> tuple[Tensor | None, Tensor | None]:
-    if config.split_k == 1:
-        return None, None
-    values = config.split_k * num_tokens * n
+def _launch_tile(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    config: TileConfig,
+    scratch: SplitScratch | None,
+    options: dict[str, Any],
+) -> None:
+    tiles = triton.cdiv(len(weight), config.rows) * triton.cdiv(len(x), config.tokens)
+    programs = tiles
+    partials, arrivals = None, None
+    if config.programs:
+        blocks = tiles * triton.cdiv(x.shape[1], config.block_k)
+        programs = min(config.programs, max(tiles, blocks // MIN_PART_BLOCKS))
+        parts = f"{2 * programs} parts of {config.tokens} x {config.rows}"
+        partials, arrivals = _scratch_for(scratch, parts, 2 * programs * config.tokens * config.rows, programs)
+    linear_tile_kernel[(programs,)](
+        TensorDescriptor.from_tensor(x, [config.tokens, config.block_k]),
+        TensorDescriptor.from_tensor(
+            weight, [config.rows // 2 if options["GATE_UP"] else config.rows, config.block_k]
+        ),
+        *(weight, bias, out, partials, arrivals, len(x)),
+        TOKENS=config.tokens,
+        STAGES=config.stages,
+        GROUP=config.group,
+        PREFETCH_K=config.prefetch_k if options["PDL"] else 0,
+        SHARED=config.programs > 0,
+        **options,
+    )
+
+
+def _scratch_for(scratch: SplitScratch | None, parts: str, values: int, tiles: int) -> tuple[Tensor, Tensor]:
     if scratch is None or scratch.partials.numel() < values or scratch.arrivals.numel() < tiles:
-        raise ValueError(
-            f"{config.split_k} parts of {num_tokens} x {n} need a scratch of {values} values, {tiles} tiles"
-        )
+        raise ValueError(f"{parts} need a scratch of {values} values, {tiles} tiles")
     return scratch.partials, scratch.arrivals

@@ -38,11 +38,20 @@ TILE_CONFIGS = [
     TileConfig(tokens=16, rows=32, block_k=32, stages=3, num_warps=4, group=2),
     TileConfig(tokens=32, rows=32, block_k=64, stages=2, num_warps=4, group=8),
 ]
+# Tiles shared by programs: a turn and parts of two programs, parts of many, whole turns only, no more than blocks.
+SHARED_TILE_CONFIGS = [
+    TileConfig(tokens=16, rows=32, block_k=16, stages=2, num_warps=4, group=2, programs=4, prefetch_k=64),
+    TileConfig(tokens=64, rows=64, block_k=16, stages=2, num_warps=4, group=1, programs=5),
+    TileConfig(tokens=32, rows=32, block_k=32, stages=2, num_warps=4, group=8, programs=2),
+    TileConfig(tokens=16, rows=32, block_k=16, stages=2, num_warps=4, group=4, programs=64),
+]
 FMA_CASES = [(FMA_CONFIGS[0], 1), (FMA_CONFIGS[1], 3), (FMA_CONFIGS[2], 2)]
 CASES: list[tuple[LinearConfig, int]] = [
     *FMA_CASES,
     *[(DOT_CONFIGS[0], 8), (DOT_CONFIGS[1], 17), (DOT_CONFIGS[2], 40)],
     *[(TILE_CONFIGS[0], 40), (TILE_CONFIGS[1], 70), (TILE_CONFIGS[2], 65)],
+    *[(SHARED_TILE_CONFIGS[0], 50), (SHARED_TILE_CONFIGS[1], 40)],
+    *[(SHARED_TILE_CONFIGS[2], 33), (SHARED_TILE_CONFIGS[3], 21)],
 ]
 N, K = 44, 136  # of gate-up: 22 rows each
 
