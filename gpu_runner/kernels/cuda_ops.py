@@ -24,8 +24,9 @@ from gpu_runner.kernels.step_meta import StepMeta
 from gpu_runner.kernels.work_list import WorkList
 
 MAX_SPLIT_TILES = 2 * NUM_PROGRAMS
-MAX_SPLIT_VALUES = 2 * NUM_PROGRAMS * 64 * 64
-"""Products are split only while tiles x parts, of up to 64 rows by 64 tokens, are at most two programs to an SM."""
+MAX_SPLIT_VALUES = 2 * NUM_PROGRAMS * 128 * 256
+"""Of programs that share tiles, each leaves two parts at most: one tile of 128 by 256 is an SM's, or two of 128 by 128.
+Other products are split only while tiles x parts, of up to 64 rows by 64 tokens, are at most two programs to an SM."""
 
 
 def _chosen(x: Tensor, weight: Tensor) -> LinearConfig | None:

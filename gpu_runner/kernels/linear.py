@@ -39,8 +39,8 @@ class SplitScratch:
 
     @classmethod
     def allocate(cls, *, max_values: int, max_tiles: int, device: torch.device | str) -> SplitScratch:
-        """max_values: the largest split_k * T * N, or 2 * programs * tokens * rows of tiles that programs share. max_tiles:
-        the most tiles. Nothing for splits of 1."""
+        """max_values: the largest split_k * T * N, or 2 * programs * tokens * rows of tiles that programs share.
+        max_tiles: the most tiles. Nothing for splits of 1."""
         return cls(
             partials=torch.empty(max_values, dtype=torch.float32, device=device),
             arrivals=torch.zeros(max_tiles, dtype=torch.int32, device=device),
@@ -214,9 +214,7 @@ def _launch_tile(
         partials, arrivals = _scratch_for(scratch, parts, 2 * programs * config.tokens * config.rows, programs)
     linear_tile_kernel[(programs,)](
         TensorDescriptor.from_tensor(x, [config.tokens, config.block_k]),
-        TensorDescriptor.from_tensor(
-            weight, [config.rows // 2 if options["GATE_UP"] else config.rows, config.block_k]
-        ),
+        TensorDescriptor.from_tensor(weight, [config.rows // 2 if options["GATE_UP"] else config.rows, config.block_k]),
         *(weight, bias, out, partials, arrivals, len(x)),
         TOKENS=config.tokens,
         STAGES=config.stages,

@@ -170,16 +170,16 @@ def linear_tile_kernel(
                     tl.store(arrivals + shared_tile, 0)
                     for some in range(0, TOKENS, FINISH_TOKENS):
                         few = (some + tl.arange(0, FINISH_TOKENS))[:, None] * ROWS + tl.arange(0, COLUMNS)[None, :]
-                        sums = tl.zeros((FINISH_TOKENS, COLUMNS), dtype=tl.float32)
-                        up_sums = sums
+                        whole = tl.zeros((FINISH_TOKENS, COLUMNS), dtype=tl.float32)
+                        up_whole = whole
                         for other in range(first_program, last_program + 1):
                             began_before = other * shared_blocks // programs < shared_tile * BLOCKS
                             part = partials + (began_before.to(tl.int32) * programs + other) * PART + few
                             # From L2: this SM's L1 need not know what other SMs wrote.
-                            sums += tl.load(part, cache_modifier=".cg")
+                            whole += tl.load(part, cache_modifier=".cg")
                             if GATE_UP:
-                                up_sums += tl.load(part + COLUMNS, cache_modifier=".cg")
+                                up_whole += tl.load(part + COLUMNS, cache_modifier=".cg")
                         _finish(
-                            *(sums, up_sums, bias, out, token_start + some, column_start, num_tokens),
+                            *(whole, up_whole, bias, out, token_start + some, column_start, num_tokens),
                             *(FINISH_TOKENS, WIDTH, COLUMNS, HAS_BIAS, GATE_UP, ADD, dtype),
                         )

@@ -5,9 +5,10 @@ gate/up + SiLU, down + residual, by `CudaOps` itself, so that what one kernel le
 the cache) is counted. For each number of tokens every way of one linear is timed with the others fixed, linear after
 linear, then again with the best few. Each way is first checked against float32. The head is timed alone.
 
-Prints, for each number of tokens, us per layer with what `choose` names (before) and with the best (after), the best of
-each linear, and by how much the layer is longer than without that linear. `--model 8b`, `--tokens 1,8`, `--json
-FILE`, or `--smoke` without a GPU.
+Prints, for each number of tokens, us per layer with what `choose` names (before), with the best (after), with the best
+and no norms, and the floor: the weights' bytes or the arithmetic, whichever takes longer. Of each linear, by how much
+the layer is longer than without it: of what `choose` names and of cuBLAS, the others at their best, and of the best.
+`--models 0.6b,8b`, `--tokens 1,8`, `--no-head`, `--json FILE`, or `--smoke` without a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ MAX_ERROR = 1e-2
 REPLAYS = 3 if SMOKE else 9
 HEAD_LAUNCHES = 4
 FINALISTS = 3
+BYTES_PER_US = 4.5e6
+FLOPS_PER_US = 700e6
 CANNOT_RUN = (triton.runtime.errors.OutOfResources, triton.CompilationError, RuntimeError)
 LAYER = ("qkv", "o", "gate_up", "down")
 
@@ -61,6 +64,11 @@ class Model:
     kv_heads: int  # columns of all key heads
     inner: int
     vocab: int
+
+    def floor_us(self, name: str, tokens: int) -> float:
+        """Of a linear on an H200."""
+        weights = self.linear(name).n * self.linear(name).k
+        return max(2 * weights / BYTES_PER_US, 2 * weights * tokens / FLOPS_PER_US)
 
     def linear(self, name: str) -> Linear:
         shapes = {
@@ -96,24 +104,31 @@ def _stand_in_attention_kernel(
     tl.store(heads + row * COLUMNS + column, values, mask=column < COLUMNS)
 
 
+class _OpsWithoutNorms(CudaOps):
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return x
+
+
 class Chain:
     """A model's layers and head, and the way in which each linear is to be computed."""
 
-    def __init__(self, model: Model, *, layers: int) -> None:
+    def __init__(self, model: Model, *, layers: int, head: bool) -> None:
         self.model = model
         self.ways: dict[tuple[int, int], Way] = {}  # by [n, k] of the weight
         self._timer = GraphTimer()
         self.norm = random_normal(model.hidden)
         self.layers = [{name: self._weight(model.linear(name)) for name in LAYER} for _ in range(layers)]
-        self.head = self._weight(model.linear("head"))
+        self.head = self._weight(model.linear("head")) if head else None
+        self.names = (*LAYER, "head") if head else LAYER
         self.ops = CudaOps(torch.device(DEVICE), pdl=not SMOKE, choose=self._choose)
+        self.ops_without_norms = _OpsWithoutNorms(torch.device(DEVICE), pdl=not SMOKE, choose=self._choose)
 
     def set(self, linear: Linear, way: Way) -> None:
         self.ways[linear.n, linear.k] = way
 
-    def apply(self, name: str, weights: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+    def apply(self, name: str, weights: dict[str, Tensor], values: dict[str, Tensor], *, norms: bool = True) -> None:
         """One linear as the decoder calls it. values: the tensors between the linears."""
-        ops, residual = self.ops, values["residual"]
+        ops, residual = self.ops if norms else self.ops_without_norms, values["residual"]
         if name == "qkv":
             values["qkv"] = ops.norm_linear(residual, self.norm, EPS, weights[name], None)
         elif name == "gate_up":
@@ -126,7 +141,7 @@ class Chain:
         columns = {"residual": model.hidden, "qkv": model.linear("qkv").n, "heads": model.heads, "inner": model.inner}
         return {name: random_normal(tokens, width) for name, width in columns.items()}
 
-    def layer_us(self, tokens: int, *, without: str | None = None) -> float:
+    def layer_us(self, tokens: int, *, without: str | None = None, norms: bool = True) -> float:
         values = self.values(tokens)
 
         def run() -> None:
@@ -135,13 +150,14 @@ class Chain:
                     if name == "o":
                         self.attend(values)
                     if name != without:
-                        self.apply(name, weights, values)
+                        self.apply(name, weights, values, norms=norms)
 
         return self._timer.us(run) / len(self.layers)
 
     def head_us(self, tokens: int, way: Way) -> float:
         self.set(self.model.linear("head"), way)
         residual = random_normal(tokens, self.model.hidden)
+        assert self.head is not None
         turned = self.head.t().contiguous() if way == CUBLAS_TURNED else None
 
         def run() -> None:
@@ -151,13 +167,14 @@ class Chain:
         return self._timer.us(run) / HEAD_LAUNCHES
 
     def logits(self, residual: Tensor, turned: Tensor | None) -> Tensor:
+        assert self.head is not None
         hidden = self.ops.rms_norm(residual, self.norm, EPS)
         return self.ops.logits(hidden, self.head) if turned is None else _wide_mm(hidden, turned)
 
     def errors(self, linear: Linear, tokens: int, ways: Iterable[Way]) -> dict[Way, float]:
         """Relative, of the whole, of the ways that the device can run; infinite for one that does not repeat itself."""
         given = self.values(tokens)
-        weights = {**self.layers[0], "head": self.head}
+        weights = self.layers[0] if self.head is None else {**self.layers[0], "head": self.head}
         expected = self._expected(linear, given, weights[linear.name])
         errors: dict[Way, float] = {}
         for way in ways:
@@ -174,7 +191,8 @@ class Chain:
     def _once(self, name: str, weights: dict[str, Tensor], given: dict[str, Tensor], way: Way) -> Tensor:
         values = {key: value.clone() for key, value in given.items()}
         if name == "head":
-            return self.logits(values["residual"], self.head.t().contiguous() if way == CUBLAS_TURNED else None)
+            turned = weights["head"].t().contiguous() if way == CUBLAS_TURNED else None
+            return self.logits(values["residual"], turned)
         self.apply(name, weights, values)
         return values[{"qkv": "qkv", "gate_up": "inner"}.get(name, "residual")]
 
@@ -247,46 +265,48 @@ class Tuned:
     tokens: int
     before_us: float  # a layer
     after_us: float
+    without_norms_us: float
     ways: dict[str, Way]
     linear_us: dict[str, float]  # how much longer the layer is for each linear
     before_ways: dict[str, Way]
-    before_linear_us: dict[str, float]
     candidates: dict[str, list[tuple[Way, float]]]  # of each linear, a layer's time with it, the fastest first
-    head_before_us: float
+    finals: dict[str, dict[Way, float]]  # the same, of the best few, what was before and cuBLAS, with the others' best
+    worst_error: float
     head: list[tuple[Way, float]]
 
 
 def tune(chain: Chain, tokens: int) -> Tuned:
     before: dict[str, Way] = {}
     right: dict[str, list[Way]] = {}
-    for name in (*LAYER, "head"):
+    worst_error = 0.0
+    for name in chain.names:
         linear = chain.model.linear(name)
         before[name] = choose(tokens, linear.n, linear.k) or CUBLAS
         errors = chain.errors(linear, tokens, _ways(linear, tokens))
         right[name] = [way for way, error in errors.items() if error < MAX_ERROR]
+        worst_error = max([worst_error, *(errors[way] for way in right[name])])
         for way in errors.keys() - set(right[name]):
             print(f"WRONG T={tokens} {name} {short(way)}: error {errors[way]:.3g}", flush=True)
         chain.set(linear, before[name])
     chain.attend(chain.values(tokens))
     before_us = chain.layer_us(tokens)
-    before_linear_us = {name: before_us - chain.layer_us(tokens, without=name) for name in LAYER}
 
     best = dict(before)
     candidates = {name: _descend(chain, tokens, name, right[name], best) for name in LAYER}
+    finals: dict[str, dict[Way, float]] = {}
     for name in LAYER:
         finalists = [way for way, _ in candidates[name][:FINALISTS]]
-        _descend(chain, tokens, name, list(dict.fromkeys([*finalists, best[name]])), best)
+        ways = list(dict.fromkeys([*finalists, before[name], CUBLAS]))
+        finals[name] = dict(_descend(chain, tokens, name, ways, best))
     after_us = chain.layer_us(tokens)
+    without_norms_us = chain.layer_us(tokens, norms=False)
     linear_us = {name: after_us - chain.layer_us(tokens, without=name) for name in LAYER}
-    head = sorted(((way, chain.head_us(tokens, way)) for way in right["head"]), key=lambda item: item[1])
-    print(f"T={tokens}", flush=True)
-    for name in LAYER:
-        print(f"    {name:8}{_ranking(candidates[name])}", flush=True)
-    print(f"    head    {_ranking(head)}", flush=True)
+    head: list[tuple[Way, float]] = []
+    if "head" in chain.names:
+        head = sorted(((way, chain.head_us(tokens, way)) for way in right["head"]), key=lambda item: item[1])
     return Tuned(
-        tokens, before_us, after_us, best, linear_us, before, before_linear_us, candidates,
-        dict(head).get(before["head"], float("nan")), head,
-    )  # fmt: skip
+        tokens, before_us, after_us, without_norms_us, best, linear_us, before, candidates, finals, worst_error, head
+    )
 
 
 def _ways(linear: Linear, tokens: int) -> list[Way]:
@@ -307,31 +327,27 @@ def _descend(chain: Chain, tokens: int, name: str, ways: list[Way], best: dict[s
     return times
 
 
-def _ranking(times: list[tuple[Way, float]]) -> str:
-    cublas = [f"{short(way)} {us:.2f}" for way, us in times[4:] if isinstance(way, str)]
-    return ", ".join([f"{short(way)} {us:.2f}" for way, us in times[:4]] + cublas)
-
-
-def compile_part(model: Model, token_counts: list[int], part: int, parts: int) -> None:
+def compile_part(names: list[str], token_counts: list[int], part: int, parts: int, *, head: bool) -> None:
     """Launch one part of the ways once, so that Triton's cache has them."""
-    chain = Chain(model, layers=1)
-    keyed: dict[Any, tuple[Linear, int, Way]] = {}
-    for tokens in token_counts:
-        for name in (*LAYER, "head"):
-            linear = model.linear(name)
-            for way in _ways(linear, tokens):
-                if not isinstance(way, str):
-                    keyed.setdefault(compile_key(linear, tokens, way), (linear, tokens, way))
-    for linear, tokens, way in list(keyed.values())[part::parts]:
-        chain.set(linear, way)
-        values = chain.values(tokens)
-        try:
-            if linear.name == "head":
-                chain.logits(values["residual"], None)
-            else:
-                chain.apply(linear.name, chain.layers[0], values)
-        except CANNOT_RUN:
-            continue  # reported where it would be timed
+    keyed: dict[Any, tuple[str, Linear, int, Way]] = {}
+    for model, tokens, name in product(names, token_counts, (*LAYER, "head") if head else LAYER):
+        linear = MODELS[model].linear(name)
+        for way in _ways(linear, tokens):
+            if not isinstance(way, str):
+                keyed.setdefault(compile_key(linear, tokens, way), (model, linear, tokens, way))
+    mine = list(keyed.values())[part::parts]
+    for model in names:
+        chain = Chain(MODELS[model], layers=1, head=head)
+        for _, linear, tokens, way in (item for item in mine if item[0] == model):
+            chain.set(linear, way)
+            values = chain.values(tokens)
+            try:
+                if linear.name == "head":
+                    chain.logits(values["residual"], None)
+                else:
+                    chain.apply(linear.name, chain.layers[0], values)
+            except CANNOT_RUN:
+                continue  # reported where it would be timed
 
 
 def compile_all(workers: int, *, script: str, arguments: list[str]) -> None:
@@ -344,51 +360,58 @@ def compile_all(workers: int, *, script: str, arguments: list[str]) -> None:
         raise SystemExit("a compiling process failed")
 
 
-def print_table(results: list[Tuned], num_layers: int) -> None:
-    print("\n   T  layer us: before   after   step ms   head: before  after")
+def print_table(model: Model, results: list[Tuned], num_layers: int) -> None:
     for r in results:
-        step = (r.after_us * num_layers + r.head[0][1]) / 1e3
+        floors = {name: model.floor_us(name, r.tokens) for name in LAYER}
+        head = f" head {r.head[0][1]:.1f} {short(r.head[0][0])}" if r.head else ""
         print(
-            f"{r.tokens:4} {r.before_us:17.2f} {r.after_us:7.2f} {step:9.3f} {r.head_before_us:14.1f} "
-            f"{r.head[0][1]:6.1f}"
+            f"T={r.tokens} layer us: before {r.before_us:.2f} after {r.after_us:.2f} without norms "
+            f"{r.without_norms_us:.2f} floor {sum(floors.values()):.2f}; saved a step "
+            f"{(r.before_us - r.after_us) * num_layers / 1e3:.3f} ms; worst error {r.worst_error:.1e}{head}"
         )
-    for r in results:
         for name in LAYER:
-            was = f"{short(r.before_ways[name])} {r.before_linear_us[name]:.2f}"
-            print(f"{r.tokens:4} {name:8} {r.linear_us[name]:6.2f} {short(r.ways[name]):45} was {was}")
-        print(f"{r.tokens:4} head     {r.head[0][1]:6.1f} {short(r.head[0][0])}")
+            without = r.after_us - r.linear_us[name]
+            times = r.finals[name]
+            print(
+                f"{r.tokens:5} {name:8} floor {floors[name]:6.2f} best {times[r.ways[name]] - without:6.2f} "
+                f"was {times[r.before_ways[name]] - without:6.2f} cuBLAS {times[CUBLAS] - without:6.2f}  "
+                f"{short(r.ways[name])} (was {short(r.before_ways[name])})"
+            )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smoke" if SMOKE else "0.6b", choices=list(MODELS))
+    parser.add_argument("--models", default="smoke" if SMOKE else "0.6b,8b", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--tokens", default="1,8,64" if SMOKE else ",".join(map(str, TOKENS)))
     parser.add_argument("--workers", type=int, default=1 if SMOKE else 16, help="processes that compile")
+    parser.add_argument("--no-head", action="store_true", help="of a layer's linears only")
     parser.add_argument("--json", type=Path, help="write all times here")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes under Triton's interpreter")
     parser.add_argument("--part", help="compile one part, for the parent process")
     arguments = parser.parse_args()
     began = time.perf_counter()
     torch.manual_seed(0)
-    model = MODELS[arguments.model]
+    names, head = arguments.models.split(","), not arguments.no_head
     token_counts = [int(count) for count in arguments.tokens.split(",")]
+    found: dict[str, list[Tuned]] = {}
     with torch.inference_mode():
         if arguments.part:
             part, parts = map(int, arguments.part.split("/"))
-            compile_part(model, token_counts, part, parts)
+            compile_part(names, token_counts, part, parts, head=head)
             return
         if not SMOKE:
             compile_all(arguments.workers, script=__file__, arguments=sys.argv[1:])
             print(f"compiled after {time.perf_counter() - began:.0f} s", flush=True)
-        results = []
-        with nullcontext() if SMOKE else torch.cuda.stream(torch.cuda.Stream()):
-            chain = Chain(model, layers=model.layers)
-            for tokens in token_counts:
-                results.append(tune(chain, tokens))
-                print(f"after {time.perf_counter() - began:.0f} s", flush=True)
-    print_table(results, {"8b": 32}.get(arguments.model, model.layers))
+        for name in names:
+            model = MODELS[name]
+            with nullcontext() if SMOKE else torch.cuda.stream(torch.cuda.Stream()):
+                chain = Chain(model, layers=model.layers, head=head)
+                found[name] = [tune(chain, tokens) for tokens in token_counts]
+            print(f"{name} after {time.perf_counter() - began:.0f} s", flush=True)
+            print_table(model, found[name], {"8b": 32}.get(name, model.layers))
     if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1, default=repr))
+        results = {name: [asdict(result) for result in results] for name, results in found.items()}
+        arguments.json.write_text(json.dumps(results, indent=1, default=repr))
 
 
 if __name__ == "__main__":

@@ -49,10 +49,12 @@ def ways_of(linear: Linear, tokens: int) -> list[Way]:
         ways.append(CUBLAS_TURNED)
     if tokens <= 4:
         ways += _fma_ways(linear)
-    if 4 <= tokens <= 128:
+    if 4 <= tokens <= 64:
         ways += _dot_ways(linear, tokens)
-    if tokens >= 128:
+    if tokens >= 256:
         ways += _tile_ways(linear, tokens)
+    if tokens >= 33 and not linear.is_head:
+        ways += _shared_tile_ways(linear, tokens)
     return list(dict.fromkeys(ways))
 
 
@@ -91,20 +93,38 @@ def _dot_ways(linear: Linear, tokens: int) -> Iterator[DotConfig]:
         token_tile = 64 if tokens <= 64 else 128
         if cut.stages * (cut.rows + min(token_tile, _padded(tokens))) * cut.block_k * 2 > MAX_SHARED_BYTES:
             continue
-        for split_k in (1, 2, 4, 6, MAX_SPLIT):
+        for split_k in (1, 2, 4, MAX_SPLIT):
             config = fitted(replace(cut, split_k=split_k, tokens=token_tile), linear.n, linear.k)
             if config.split_k == split_k and not (linear.normed and split_k > 2):
                 yield config
 
 
 def _tile_ways(linear: Linear, tokens: int) -> Iterator[TileConfig]:
-    for tile_tokens, rows, stages, num_warps in (
-        *((64, 128, 6, 4), (128, 64, 4, 4), (128, 128, 3, 8), (128, 128, 6, 8), (128, 128, 5, 4)),
-        *((128, 256, 4, 8), (256, 128, 4, 8)),
-    ):
+    for tile_tokens, rows, stages, num_warps in ((128, 128, 3, 4), (128, 256, 4, 8)):
         tiles = -(-linear.n // rows) * -(-tokens // tile_tokens)
-        if tile_tokens <= tokens and tiles > NUM_PROGRAMS // 2:
+        if tiles > NUM_PROGRAMS // 2:
             yield TileConfig(tile_tokens, rows, 64, stages, num_warps, group=16)
+
+
+def _shared_tile_ways(linear: Linear, tokens: int) -> Iterator[TileConfig]:
+    """One or two programs to an SM, that share all tiles; 128 where K then divides evenly."""
+    for tile_tokens, rows, block_k, stages, num_warps, programs in (
+        *((64, 16, 128, 4, 4, 2), (64, 32, 128, 4, 4, 2), (64, 32, 128, 8, 4, 1), (64, 64, 128, 3, 4, 2)),
+        *((64, 64, 128, 6, 4, 1), (64, 128, 64, 4, 4, 2), (64, 128, 128, 4, 4, 1), (64, 256, 64, 5, 8, 1)),
+        *((128, 32, 128, 5, 4, 1), (128, 64, 64, 4, 4, 2), (128, 64, 128, 4, 4, 1), (128, 128, 64, 3, 4, 2)),
+        *((128, 128, 64, 6, 8, 1), (128, 256, 64, 4, 8, 1), (256, 64, 64, 5, 8, 1), (256, 128, 64, 4, 8, 1)),
+    ):
+        values = tile_tokens * rows
+        tiles = -(-linear.n // rows) * -(-tokens // tile_tokens)
+        if not _padded(tokens) // (4 if tokens > 128 else 2) <= tile_tokens <= _padded(tokens) and tokens < 512:
+            continue
+        # Tiles as small as leave an SM about one, and no smaller than the arithmetic allows.
+        if values < 16384 <= linear.n * tokens // NUM_PROGRAMS // 2 or tiles * 8 < NUM_PROGRAMS:
+            continue
+        config = TileConfig(tile_tokens, rows, block_k, stages, num_warps, 16, programs * NUM_PROGRAMS, 256)
+        yield config
+        if tiles < NUM_PROGRAMS:
+            yield replace(config, programs=128 * programs)
 
 
 def prefill_ways() -> list[TileConfig]:
@@ -127,7 +147,7 @@ def compile_key(linear: Linear, tokens: int, way: LinearConfig) -> Any:
     if isinstance(way, FmaConfig):
         return op, linear.n, linear.k, way, tokens
     if isinstance(way, TileConfig):
-        return op, linear.n, linear.k, way
+        return op, linear.n, linear.k, replace(way, programs=min(way.programs, 1))
     return op, linear.n, linear.k, way, min(way.tokens, _padded(tokens)), tokens <= way.tokens
 
 
@@ -142,6 +162,7 @@ def short(way: Way) -> str:
     if isinstance(way, FmaConfig):
         return f"fma {name} d{way.depth} w{way.num_warps}"
     if isinstance(way, TileConfig):
-        return f"tile t{way.tokens} {name} s{way.stages} w{way.num_warps} g{way.group}"
+        shared = f" p{way.programs} pf{way.prefetch_k}" if way.programs else ""
+        return f"tile t{way.tokens} {name} s{way.stages} w{way.num_warps} g{way.group}{shared}"
     first = " W" if way.weight_first else ""
     return f"dot t{way.tokens} {name} s{way.stages} w{way.num_warps} split{way.split_k} pf{way.prefetch_k}{first}"
