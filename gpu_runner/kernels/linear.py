@@ -204,23 +204,27 @@ def _launch_tile(
     scratch: SplitScratch | None,
     options: dict[str, Any],
 ) -> None:
-    tiles = triton.cdiv(len(weight), config.rows) * triton.cdiv(len(x), config.tokens)
-    programs = tiles
+    token_tiles, row_tiles = triton.cdiv(len(x), config.tokens), triton.cdiv(len(weight), config.rows)
+    programs = token_tiles * row_tiles
     partials, arrivals = None, None
-    if config.programs:
-        blocks = tiles * triton.cdiv(x.shape[1], config.block_k)
-        programs = min(config.programs, max(tiles, blocks // MIN_PART_BLOCKS))
+    shared = config.programs >= token_tiles
+    if shared:
+        most = max(row_tiles, row_tiles * triton.cdiv(x.shape[1], config.block_k) // MIN_PART_BLOCKS)
+        programs = token_tiles * min(config.programs // token_tiles, most)
         parts = f"{2 * programs} parts of {config.tokens} x {config.rows}"
         partials, arrivals = _scratch_for(scratch, parts, 2 * programs * config.tokens * config.rows, programs)
+    halves = 2 if options["GATE_UP"] else 1
     linear_tile_kernel[(programs,)](
         TensorDescriptor.from_tensor(x, [config.tokens, config.block_k]),
-        TensorDescriptor.from_tensor(weight, [config.rows // 2 if options["GATE_UP"] else config.rows, config.block_k]),
+        TensorDescriptor.from_tensor(
+            weight.view(halves, -1, weight.shape[1]), [halves, config.rows // halves, config.block_k]
+        ),
         *(weight, bias, out, partials, arrivals, len(x)),
         TOKENS=config.tokens,
         STAGES=config.stages,
         GROUP=config.group,
         PREFETCH_K=config.prefetch_k if options["PDL"] else 0,
-        SHARED=config.programs > 0,
+        SHARED=shared,
         **options,
     )
 

@@ -53,7 +53,7 @@ class TileConfig:
     stages: int  # of shared memory
     num_warps: int
     group: int  # tiles of tokens that are computed together, row tile after row tile
-    programs: int = 0  # that share all tiles, at most; 0: one for each tile
+    programs: int = 0  # that share all tiles, at most; one for each tile if these are too few for the tiles of tokens
     prefetch_k: int = 0  # weights of each row sent for, to L2, before the PDL wait: a power of two from 64, or 0
 
 

@@ -114,14 +114,15 @@ def _shared_tile_ways(linear: Linear, tokens: int) -> Iterator[TileConfig]:
         *((128, 32, 128, 5, 4, 1), (128, 64, 64, 4, 4, 2), (128, 64, 128, 4, 4, 1), (128, 128, 64, 3, 4, 2)),
         *((128, 128, 64, 6, 8, 1), (128, 256, 64, 4, 8, 1), (256, 64, 64, 5, 8, 1), (256, 128, 64, 4, 8, 1)),
     ):
-        values = tile_tokens * rows
         tiles = -(-linear.n // rows) * -(-tokens // tile_tokens)
-        if not _padded(tokens) // (4 if tokens > 128 else 2) <= tile_tokens <= _padded(tokens) and tokens < 512:
+        if tile_tokens > _padded(tokens):
             continue
-        # Tiles as small as leave an SM about one, and no smaller than the arithmetic allows.
-        if values < 16384 <= linear.n * tokens // NUM_PROGRAMS // 2 or tiles * 8 < NUM_PROGRAMS:
+        # Not so small that an SM gets many where it could get larger ones, not so large that most SMs share one.
+        small, few_large = tile_tokens * rows < 16384, linear.n * tokens < NUM_PROGRAMS * 16384
+        if (small and not few_large) or tiles * 9 < NUM_PROGRAMS or tiles > 8 * NUM_PROGRAMS * programs:
             continue
-        config = TileConfig(tile_tokens, rows, block_k, stages, num_warps, 16, programs * NUM_PROGRAMS, 256)
+        prefetch_k = 512 if tile_tokens == 64 and rows <= 64 else 256
+        config = TileConfig(tile_tokens, rows, block_k, stages, num_warps, 16, programs * NUM_PROGRAMS, prefetch_k)
         yield config
         if tiles < NUM_PROGRAMS:
             yield replace(config, programs=128 * programs)

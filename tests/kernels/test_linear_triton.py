@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -164,14 +164,32 @@ def test_float32_outputs_are_not_rounded(config: LinearConfig) -> None:
     assert_close(out, reference.linear(given.x.double(), given.weight.double(), None), torch.float32)
 
 
-def test_a_split_leaves_its_scratch_as_it_found_it_and_repeats_exactly() -> None:
-    given = draw(8, DTYPES[0], seed=5)
+@pytest.mark.parametrize("config", [DOT_CONFIGS[1], SHARED_TILE_CONFIGS[0], SHARED_TILE_CONFIGS[1]], ids=pytest_ids)
+def test_a_split_leaves_its_scratch_as_it_found_it_and_repeats_exactly(config: LinearConfig) -> None:
+    given = draw(40, DTYPES[0], seed=5)
     scratch = poisoned_scratch()
-    first, second = poisoned(8, N, DTYPES[0]), poisoned(8, N, DTYPES[0])
+    first, second = poisoned(40, N, DTYPES[0]), poisoned(40, N, DTYPES[0])
     for out in (first, second):
-        linear.linear(given.x, given.weight, out=out, config=DOT_CONFIGS[1], scratch=scratch, pdl=ON_GPU)
+        linear.linear(given.x, given.weight, out=out, config=config, scratch=scratch, pdl=ON_GPU)
         assert not scratch.arrivals.any()
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("config", SHARED_TILE_CONFIGS, ids=pytest_ids)
+def test_a_token_has_the_same_outputs_in_every_tile_that_programs_share(config: TileConfig) -> None:
+    tokens = 3 * config.tokens
+    given = draw(tokens, DTYPES[0], seed=8)
+    given.x.copy_(given.x[0].expand_as(given.x))
+    out = poisoned(tokens, N, DTYPES[0])
+    linear.linear(given.x, given.weight, out=out, config=config, scratch=poisoned_scratch(), pdl=ON_GPU)
+    assert torch.equal(out, out[0].expand_as(out))
+
+
+def test_programs_too_few_for_the_tiles_of_tokens_leave_each_tile_one() -> None:
+    given = draw(96, DTYPES[0], seed=9)
+    out = poisoned(96, N, DTYPES[0])
+    linear.linear(given.x, given.weight, out=out, config=SHARED_TILE_CONFIGS[2], pdl=ON_GPU)
+    assert_close(out, wide_linear(given.x, given.weight, None), DTYPES[0])
 
 
 @pytest.mark.parametrize("size", [(3 * 8 * N - 1, 64), (3 * 8 * N, 1)])
@@ -181,6 +199,16 @@ def test_a_scratch_too_small_is_refused(size: tuple[int, int]) -> None:
     for refused in (scratch, None):
         with pytest.raises(ValueError, match=r"3 parts of 8 x 44 need a scratch of 1056 values, 2 tiles"):
             linear.linear(given.x, given.weight, out=given.residual, config=DOT_CONFIGS[1], scratch=refused, pdl=False)
+
+
+@pytest.mark.parametrize("size", [(8 * 64 * 32 - 1, 64), (8 * 64 * 32, 3)])
+def test_a_scratch_too_small_for_shared_tiles_is_refused(size: tuple[int, int]) -> None:
+    given = draw(40, DTYPES[0])
+    scratch = SplitScratch.allocate(max_values=size[0], max_tiles=size[1], device=DEVICE)
+    config = replace(SHARED_TILE_CONFIGS[0], tokens=64)
+    for refused in (scratch, None):
+        with pytest.raises(ValueError, match=r"8 parts of 64 x 32 need a scratch of 16384 values, 4 tiles"):
+            linear.linear(given.x, given.weight, out=given.residual, config=config, scratch=refused, pdl=False)
 
 
 def power_of_two(value: int) -> bool:
