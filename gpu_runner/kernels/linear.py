@@ -28,6 +28,9 @@ from gpu_runner.kernels.linear_tile import linear_tile_kernel
 MIN_DOT_TOKENS = 16
 """Tokens that a tensor-core product is padded to."""
 
+FINISH_VALUES = 64
+"""Of a thread, of the parts of a shared tile that are added at a time."""
+
 
 @dataclass(frozen=True, slots=True)
 class SplitScratch:
@@ -224,6 +227,7 @@ def _launch_tile(
         STAGES=config.stages,
         GROUP=config.group,
         PREFETCH_K=config.prefetch_k if options["PDL"] else 0,
+        FINISH_TOKENS=min(config.tokens, FINISH_VALUES * 32 * config.num_warps // config.rows),
         SHARED=shared,
         **options,
     )

@@ -89,6 +89,7 @@ def linear_tile_kernel(
     STAGES: tl.constexpr,
     GROUP: tl.constexpr,
     PREFETCH_K: tl.constexpr,
+    FINISH_TOKENS: tl.constexpr,  # whose parts are added at a time
     SHARED: tl.constexpr,  # programs share tiles; otherwise there is one for each tile
     HAS_BIAS: tl.constexpr,
     GATE_UP: tl.constexpr,
@@ -105,7 +106,6 @@ def linear_tile_kernel(
     ROW_TILES: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     PART: tl.constexpr = TOKENS * ROWS
-    FINISH_TOKENS: tl.constexpr = min(TOKENS, max(16, 8192 // ROWS))
     dtype = x.dtype
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -174,14 +174,21 @@ def linear_tile_kernel(
                 arrival = arrivals + shared_tile * token_tiles + token_tile
                 if tl.atomic_add(arrival, 1, sem="acq_rel") == last_member - first_member:
                     tl.store(arrival, 0)
+                    # From L2: this SM's L1 need not know what other SMs wrote. Of the parts only the first can be of a
+                    # member that began in front of this tile.
+                    begun_before = (first_member * shared_blocks // members < start).to(tl.int32)
                     for some in range(0, TOKENS, FINISH_TOKENS):
                         few = (some + tl.arange(0, FINISH_TOKENS))[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+                        first_part = (begun_before * members + first_member) * token_tiles + token_tile
+                        part = tl.load(partials + first_part * PART + few, cache_modifier=".cg")
                         whole = tl.zeros((FINISH_TOKENS, ROWS), dtype=tl.float32)
-                        for other in range(first_member, last_member + 1):
-                            half = (other * shared_blocks // members < start).to(tl.int32)
-                            part = partials + (half * programs + other * token_tiles + token_tile) * PART
-                            # From L2: this SM's L1 need not know what other SMs wrote.
-                            whole += tl.load(part + few, cache_modifier=".cg")
+                        for other in range(first_member + 1, last_member + 1):
+                            # Asked for before the one in front of it is added.
+                            next_part = other * token_tiles + token_tile
+                            following = tl.load(partials + next_part * PART + few, cache_modifier=".cg")
+                            whole += part
+                            part = following
+                        whole += part
                         _finish(
                             *(whole, bias, out, token_start + some, column_start, num_tokens),
                             *(FINISH_TOKENS, WIDTH, COLUMNS, HAS_BIAS, GATE_UP, ADD, dtype),

@@ -226,21 +226,25 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES)
 def test_choice_is_a_configuration_the_kernels_can_run(shape: tuple[int, int]) -> None:
     assert isinstance(choose(1, *shape), FmaConfig)
-    for tokens in (1, 2, 4, 8, 16, 32, 48, 64, 96, 128):
+    for tokens in (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512, 1024, 4096):
         config = choose(tokens, *shape)
         if config is None:
             continue
         assert power_of_two(config.rows)
         assert power_of_two(config.block_k)
         assert config.num_warps in (1, 2, 4, 8)
-        if isinstance(config, DotConfig):
-            assert config.prefetch_k == 0 or power_of_two(config.prefetch_k)
-            tile_tokens = min(config.tokens, max(16, 1 << (tokens - 1).bit_length()))
-            assert config.stages * (config.rows + tile_tokens) * config.block_k * 2 <= SHARED_BYTES
-            if config.split_k > 1:
-                assert config.split_k * tokens * shape[0] <= MAX_SPLIT_VALUES
-                assert -(-shape[0] // config.rows) * -(-tokens // config.tokens) <= MAX_SPLIT_TILES
-    assert choose(500, *shape) is None
+        if isinstance(config, FmaConfig):
+            continue
+        assert config.prefetch_k == 0 or power_of_two(config.prefetch_k)
+        tile_tokens = min(config.tokens, max(16, 1 << (tokens - 1).bit_length()))
+        assert config.stages * (config.rows + tile_tokens) * config.block_k * 2 <= SHARED_BYTES
+        if isinstance(config, TileConfig):
+            assert power_of_two(config.tokens)
+            assert 2 * config.programs * config.tokens * config.rows <= MAX_SPLIT_VALUES
+            assert config.programs <= MAX_SPLIT_TILES
+        elif config.split_k > 1:
+            assert config.split_k * tokens * shape[0] <= MAX_SPLIT_VALUES
+            assert -(-shape[0] // config.rows) * -(-tokens // config.tokens) <= MAX_SPLIT_TILES
 
 
 def test_gate_and_up_rows_of_many_tokens_are_tiles_where_their_memory_lies_even() -> None:
