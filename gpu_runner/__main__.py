@@ -43,7 +43,7 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
             num_slots=executor.num_slots,
             mask_words=executor.masks.words,
         )
-        grammar = GrammarGate(pipes=pipes, scheduler=scheduler, setup=setup)
+        grammar = GrammarGate(pipes=pipes, rows=scheduler.masked_rows, setup=setup)
     inbox = Inbox(pipes=pipes, scheduler=scheduler, vocab_size=executor.model_config.vocab_size, grammar=grammar)
     outbox = Outbox(pipes=pipes, detokenizers=engine.detokenizer_workers)
     account = StepAccount(RingWriter(config.run_dir, config.role, config.index, StepRecord))

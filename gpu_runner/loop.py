@@ -86,7 +86,7 @@ class Loop:
         self._inbox.drain()
         flowing = self._outbox.flush()
         enter(PLAN)
-        if scheduler.num_held and self._in_flight and self._grammar is not None:
+        if scheduler.masked_rows.num_held and self._in_flight and self._grammar is not None:
             self._grammar.await_masks(MASK_SECONDS)
         plan = scheduler.plan() if flowing else None
         if plan is not None:
@@ -123,7 +123,7 @@ class Loop:
             while not self._inbox.wait(_IDLE_MS):
                 if self._reporter.heartbeat_due():
                     self._heartbeat()
-        elif self._scheduler.waits_for_masks:
+        elif self._scheduler.masked_rows.waiting:
             self._inbox.wait(_MASK_MS)
 
     def _heartbeat(self) -> None:

@@ -77,7 +77,7 @@ class Bench:
             num_slots=slots,
             mask_words=self.masks.words,
         )
-        self.gate = GrammarGate(pipes=pipes, scheduler=self.scheduler, setup=setup)
+        self.gate = GrammarGate(pipes=pipes, rows=self.scheduler.masked_rows, setup=setup)
         self.random = np.random.default_rng(0)
 
     def admit(self, structured: Structured | None) -> None:
@@ -109,7 +109,7 @@ class Bench:
         self.gate.ask()
         asked = time.perf_counter()
         heard = 0.0
-        while self.scheduler.waits_for_masks:
+        while self.scheduler.masked_rows.waiting:
             if self.gate.receiver.wait(1):
                 before = time.perf_counter()
                 self.gate.poll()

@@ -159,7 +159,8 @@ class Step:
         elif step.path.logprobs:
             adjusted = logits.clone()
         if step.path.masks:
-            adjusted = reference_adjust.mask(adjusted, self._masks[slot], state.constrained[slot] != 0)
+            masks = self._masks[slot.to(self._masks.device)].to(adjusted.device)
+            adjusted = reference_adjust.mask(adjusted, masks, state.constrained[slot] != 0)
         sampled = self._sample(step, adjusted, slot, index).to(torch.int32)
         if step.path.logprobs:
             self._report(logits, sampled, row, slot)

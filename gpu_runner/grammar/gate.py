@@ -11,20 +11,20 @@ from asyncengine.wire.pipes import Pipes, Receiver
 from gpu_runner.grammar.checker import GrammarChecker
 from gpu_runner.grammar.matches import Matches
 from gpu_runner.grammar.process import GrammarProcess, GrammarSetup
-from gpu_runner.schedule.scheduler import Scheduler
+from gpu_runner.schedule.masked_rows import MaskedRows
 
 
 class GrammarGate:
     """A request's structure is checked before it is queued, in one process; its masks come from another."""
 
-    def __init__(self, *, pipes: Pipes, scheduler: Scheduler, setup: GrammarSetup) -> None:
+    def __init__(self, *, pipes: Pipes, rows: MaskedRows, setup: GrammarSetup) -> None:
         self.receiver: Receiver = pipes.receiver("runner.grammar", FromGrammar)
         self._pipes = pipes
-        self._scheduler = scheduler
+        self._rows = rows
         self._setup = setup
         self._started = 0
         self._checker = GrammarChecker(lambda: self._start("check"))
-        self._matches = Matches(scheduler, lambda: self._start("match"), num_slots=setup.num_slots)
+        self._matches = Matches(rows, lambda: self._start("match"), num_slots=setup.num_slots)
         self._parked: set[int] = set()  # rids of choices that wait for a verdict
 
     @property
@@ -66,7 +66,7 @@ class GrammarGate:
 
     def ask(self) -> None:
         """Pass on which rows want masks."""
-        work = self._scheduler.take_mask_work()
+        work = self._rows.take_work()
         if work is not None:
             self._matches.ask(work)
 

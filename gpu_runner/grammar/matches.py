@@ -32,7 +32,7 @@ _NOBODY = -1
 class ConstrainedRows(Protocol):
     """What is asked of the scheduler."""
 
-    def masks_ready(self, rows: Int32, gens: Int32) -> None: ...
+    def ready(self, rows: Int32, gens: Int32) -> None: ...
 
     def output_of(self, slot: int, gen: int) -> tuple[Structured, Int32] | None: ...
 
@@ -106,7 +106,7 @@ class Matches:
                 slots, gens = slots[owed], gens[owed]
             self._owed[slots] = _NOBODY
             self._num_owed -= len(slots)
-            self._rows.masks_ready(slots, gens)
+            self._rows.ready(slots, gens)
         elif isinstance(message, MatchFailed) and self._owed[message.slot] == message.gen:
             self._owed[message.slot] = self._open[message.slot] = _NOBODY
             self._num_owed -= 1

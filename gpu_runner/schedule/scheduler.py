@@ -26,11 +26,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncengine.config import PAGE_SIZE, SchedulingPolicy
-from asyncengine.sampling import SamplingParams, Structured
+from asyncengine.sampling import SamplingParams
 from asyncengine.wire.messages import Finish, Open
 from gpu_runner.schedule.buckets import token_buckets
 from gpu_runner.schedule.limits import total_tokens
-from gpu_runner.schedule.mask_work import MaskWork, OpenedRow
+from gpu_runner.schedule.masked_rows import MaskedRows
 from gpu_runner.schedule.plan import Bool, Int32, StepPlan, StepResult
 from gpu_runner.schedule.plan_builder import PlanBuilder, PlanDraft
 from gpu_runner.schedule.queues import Request, WaitingQueue
@@ -84,9 +84,9 @@ class Scheduler:
         self._budget = max_num_batched_tokens
         self._builder = PlanBuilder(self.slots, buckets=token_buckets(max_num_batched_tokens), eos_ids=eos_ids)
         self._running = Running(self.slots)
+        self.masked_rows = MaskedRows(self.slots, self._running)
         self._slot_of: dict[int, int] = {}  # rid -> slot of every request that holds one
         self._closed: list[tuple[int, int]] = []  # (slot, gen) aborted since the last output
-        self._mask_work: list[MaskWork] = []  # since it was last taken
         self._blocked: Request | None = None  # the queue's head, if the last plan had no room for it
         self._next_step = 1
         self._next_arrival = 0
@@ -196,8 +196,7 @@ class Scheduler:
         constrained = slots.constrained[index]
         if constrained.any():
             continues = constrained & (finish == Finish.NONE)
-            if continues.any():
-                self._mask_work.append(MaskWork(slots=rows[continues], gens=gens[continues], tokens=tokens[continues]))
+            self.masked_rows.sampled(rows[continues], gens[continues], tokens[continues])
         if finish.any():
             for slot in rows[finish != Finish.NONE]:
                 self._end(int(slot))
@@ -211,57 +210,6 @@ class Scheduler:
         output = aborted_rows(self._next_step - 1, self._closed)
         self._closed.clear()
         return output
-
-    # ------------------------------------------------------------------------------------------------------- masks
-
-    @property
-    def num_held(self) -> int:
-        """Rows that decode, but wait for a mask."""
-        return self._running.num_held
-
-    @property
-    def waits_for_masks(self) -> bool:
-        """Whether a row could run if its mask were there, or soon will be that one."""
-        slots = self.slots
-        return bool(
-            self._running.num_held or (slots.constrained & ~slots.mask_ready & (slots.state == State.PREFILL)).any()
-        )
-
-    def take_mask_work(self) -> MaskWork | None:
-        """Whose masks are wanted since the last call; None if nobody's."""
-        if not self._mask_work:
-            return None
-        parts, self._mask_work = self._mask_work, []
-        if len(parts) == 1:
-            return parts[0]
-        return MaskWork(
-            opened=tuple(row for part in parts for row in part.opened),
-            slots=np.concatenate([part.slots for part in parts]),
-            gens=np.concatenate([part.gens for part in parts]),
-            tokens=np.concatenate([part.tokens for part in parts]),
-        )
-
-    def masks_ready(self, rows: Int32, gens: Int32) -> None:
-        """The masks of these slots' next tokens are there; those of rows that have ended are ignored."""
-        slots = self.slots
-        rows = rows[(slots.gen[rows] == gens) & slots.constrained[rows] & (slots.state[rows] != State.FREE)]
-        slots.mask_ready[rows] = True
-        held = rows[slots.state[rows] == State.HELD]
-        if len(held):
-            self._running.release(held)
-
-    def output_of(self, slot: int, gen: int) -> tuple[Structured, Int32] | None:
-        """The structure of a constrained row and what is known of its text; None if the row has ended."""
-        slots = self.slots
-        request = slots.request[slot]
-        if request is None or slots.gen[slot] != gen or request.params.structured is None:
-            return None
-        return request.params.structured, slots.tokens[slot, slots.prompt_len[slot] : slots.known[slot]]
-
-    def rid_of(self, slot: int, gen: int) -> int | None:
-        """Whose row it is; None if it has ended."""
-        request = self.slots.request[slot]
-        return request.rid if request is not None and self.slots.gen[slot] == gen else None
 
     # ------------------------------------------------------------------------------------------------------ decode
 
@@ -326,11 +274,7 @@ class Scheduler:
         device of a row with its first tokens. Returns how many tokens there are in this step."""
         slots = self.slots
         length = min(int(slots.known[slot] - slots.computed[slot]), budget)
-        if (
-            slots.constrained[slot]
-            and not slots.mask_ready[slot]
-            and slots.computed[slot] + length == slots.known[slot]
-        ):
+        if slots.computed[slot] + length == slots.known[slot] and self.masked_rows.lacks_mask(slot):
             length -= 1  # after the last one it would sample
         if not length:
             return 0
@@ -374,9 +318,7 @@ class Scheduler:
         if not request.started_ns:
             request.started_ns = self._clock()
         if request.params.structured is not None and not resumed:
-            nothing = np.empty(0, np.int32)
-            row = OpenedRow(slot, int(self.slots.gen[slot]), request.params.structured, nothing)
-            self._mask_work.append(MaskWork(opened=(row,)))
+            self.masked_rows.opened(slot, request.params.structured)
         return True
 
     def _preempt_for_blocked(self) -> None:
@@ -415,6 +357,11 @@ class Scheduler:
         del self._slot_of[request.rid]
 
     # -------------------------------------------------------------------------------------------------- observation
+
+    def rid_of(self, slot: int, gen: int) -> int | None:
+        """Whose row it is; None if it has ended."""
+        request = self.slots.request[slot]
+        return request.rid if request is not None and self.slots.gen[slot] == gen else None
 
     def gauges(self) -> dict[str, int]:
         """Current counts and running totals. free_pages + cached_pages = total_pages when nothing runs."""

@@ -199,11 +199,11 @@ class Rows:
     """The scheduler's part: what was said to be ready, and every row's text."""
 
     def __init__(self) -> None:
-        self.ready: list[tuple[int, int]] = []
+        self.said_ready: list[tuple[int, int]] = []
         self.texts: dict[tuple[int, int], list[int]] = {}
 
-    def masks_ready(self, rows: np.ndarray, gens: np.ndarray) -> None:
-        self.ready += zip(rows.tolist(), gens.tolist(), strict=True)
+    def ready(self, rows: np.ndarray, gens: np.ndarray) -> None:
+        self.said_ready += zip(rows.tolist(), gens.tolist(), strict=True)
 
     def output_of(self, slot: int, gen: int) -> tuple[Structured, np.ndarray] | None:
         text = self.texts.get((slot, gen))
@@ -255,7 +255,7 @@ def test_masks_are_asked_for_and_arrive(masking: Masking) -> None:
     masking.answer((3, 1))
     masking.advance((3, 1, 40))
     masking.answer((3, 1))
-    assert masking.rows.ready == [(3, 1), (3, 1)]
+    assert masking.rows.said_ready == [(3, 1), (3, 1)]
     assert kinds(masking.process.sent) == [OpenMatch, AdvanceMatches]
     assert not masking.matches.busy
 
@@ -264,9 +264,9 @@ def test_the_mask_of_a_row_that_has_ended_is_not_taken_for_its_successors(maskin
     masking.open(3, 1)
     masking.open(3, 2)
     masking.answer((3, 1))
-    assert masking.rows.ready == []
+    assert masking.rows.said_ready == []
     masking.answer((3, 2))
-    assert masking.rows.ready == [(3, 2)]
+    assert masking.rows.said_ready == [(3, 2)]
 
 
 def test_a_row_that_fails_is_named_with_the_reason(masking: Masking) -> None:

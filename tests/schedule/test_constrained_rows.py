@@ -62,7 +62,7 @@ class MaskedCore(EngineCore):
         opened = [(row.slot, row.gen) for row in work.opened]
         for row in [*opened, *zip(work.slots.tolist(), work.gens.tolist(), strict=True)]:
             self.masked_for[row] = len(self.texts[row])
-            known = self.scheduler.output_of(*row)
+            known = self.scheduler.masked_rows.output_of(*row)
             if known is not None:
                 assert known[0] == SHAPE
                 assert known[1].tolist() == self.texts[row]
@@ -174,9 +174,9 @@ def test_a_row_that_ends_while_its_mask_is_made_leaves_its_slot_to_another() -> 
     engine.turn()
     slot = engine.scheduler._slot_of[0]
     assert engine.scheduler.slots.state[slot] == State.HELD
-    assert engine.scheduler.num_held == 1
+    assert engine.scheduler.masked_rows.num_held == 1
     engine.abort(0)
-    assert engine.scheduler.num_held == 0
+    assert engine.scheduler.masked_rows.num_held == 0
     engine.run()
     assert engine.finish[1] in (Finish.STOP, Finish.LENGTH)
     engine.assert_nothing_held()
@@ -185,12 +185,12 @@ def test_a_row_that_ends_while_its_mask_is_made_leaves_its_slot_to_another() -> 
 def test_the_loop_is_told_when_only_masks_are_waited_for() -> None:
     engine = core(delay=4)
     engine.add(0, prompt(3), 3, structured=SHAPE)
-    assert not engine.scheduler.waits_for_masks
+    assert not engine.scheduler.masked_rows.waiting
     engine.turn()
-    assert engine.scheduler.waits_for_masks
+    assert engine.scheduler.masked_rows.waiting
     engine.run()
-    assert not engine.scheduler.waits_for_masks
-    assert engine.scheduler.take_mask_work() is None
+    assert not engine.scheduler.masked_rows.waiting
+    assert engine.scheduler.masked_rows.take_work() is None
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -103,7 +103,7 @@ class EngineCore:
         if self.in_flight and (plan is None or len(self.in_flight) == self.depth):
             self._take(self.scheduler.commit(self.in_flight.popleft(), self.model.collect()))
             self._verify()
-        work = self.scheduler.take_mask_work()
+        work = self.scheduler.masked_rows.take_work()
         if work is not None:
             self.make_masks(work)
         closed = self.scheduler.take_closed()
@@ -115,7 +115,7 @@ class EngineCore:
         """Every mask is there at once; the device has it already."""
         slots = np.array([row.slot for row in work.opened], np.int32)
         gens = np.array([row.gen for row in work.opened], np.int32)
-        self.scheduler.masks_ready(np.concatenate([slots, work.slots]), np.concatenate([gens, work.gens]))
+        self.scheduler.masked_rows.ready(np.concatenate([slots, work.slots]), np.concatenate([gens, work.gens]))
 
     def run(self, max_turns: int = 20_000) -> None:
         """Until nothing is left to do."""
