@@ -2,27 +2,27 @@
 
 A layer is norm + qkv, a stand-in for attention (one small kernel with a programmatic launch), o + residual, norm +
 gate/up + SiLU, down + residual, by `CudaOps` itself, so that what one kernel leaves for the next (its tail, the wait,
-the cache) is counted. For each number of tokens every way of one linear is timed with the others fixed, linear after
-linear, then again with the best few. Each way is first checked against float32. The head is timed alone.
+the cache) is counted. Linear after linear, the graph with each way of it is timed against the graph of the best so far,
+replay by replay in turns, then again with the best few; a way is taken if it makes the whole layer shorter by more than
+the noise. Each way is first checked against float32. The head is timed alone.
 
-Prints, for each number of tokens, us per layer with what `choose` names (before), with the best (after), with the best
-and no norms, and the floor: the weights' bytes or the arithmetic, whichever takes longer. Of each linear, by how much
-the layer is longer than without it: of what `choose` names and of cuBLAS, the others at their best, and of the best.
-`--models 0.6b,8b`, `--tokens 1,8`, `--no-head`, `--json FILE`, or `--smoke` without a GPU.
+Prints, for each number of tokens, us per layer with what `choose` names (before), with the best (after; both graphs in
+turns again), and the floor: the weights' bytes or the arithmetic, whichever takes longer. Of each linear, us per layer
+with the way taken, with cuBLAS and with the best few others. All us are ratios, times what the first graph took at
+first. `--models 0.6b,8b`, `--tokens 1,8`, `--no-head`, `--json FILE`, or `--smoke` without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +36,25 @@ if SMOKE:
 import torch  # noqa: E402
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
+from graph_timer import GraphTimer, Run  # noqa: E402
 from linear_ways import CUBLAS, CUBLAS_TURNED, Linear, Way, compile_key, short, ways_of  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from gpu_runner.kernels import reference  # noqa: E402
 from gpu_runner.kernels.cuda_ops import CudaOps  # noqa: E402
-from gpu_runner.kernels.linear_config import LinearConfig, choose  # noqa: E402
+from gpu_runner.kernels.linear import SplitScratch  # noqa: E402
+from gpu_runner.kernels.linear_config import NUM_PROGRAMS, LinearConfig, choose  # noqa: E402
 
 DEVICE = "cpu" if SMOKE else "cuda"
 DTYPE = torch.float32 if SMOKE else torch.bfloat16
 EPS = 1e-6
 MAX_ERROR = 1e-2
-REPLAYS = 3 if SMOKE else 9
 HEAD_LAUNCHES = 4
 FINALISTS = 3
+WORTH_IT = 0.995
+"""Of a layer's time: differences below are noise."""
+FINAL_PRECISION = 3
+SCRATCH_VALUES, SCRATCH_TILES = 2 * 2 * NUM_PROGRAMS * 128 * 256, 2 * NUM_PROGRAMS
 BYTES_PER_US = 4.5e6
 FLOPS_PER_US = 700e6
 CANNOT_RUN = (triton.runtime.errors.OutOfResources, triton.CompilationError, RuntimeError)
@@ -104,31 +109,27 @@ def _stand_in_attention_kernel(
     tl.store(heads + row * COLUMNS + column, values, mask=column < COLUMNS)
 
 
-class _OpsWithoutNorms(CudaOps):
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return x
-
-
 class Chain:
     """A model's layers and head, and the way in which each linear is to be computed."""
 
     def __init__(self, model: Model, *, layers: int, head: bool) -> None:
         self.model = model
         self.ways: dict[tuple[int, int], Way] = {}  # by [n, k] of the weight
-        self._timer = GraphTimer()
+        self.timer = GraphTimer()
         self.norm = random_normal(model.hidden)
         self.layers = [{name: self._weight(model.linear(name)) for name in LAYER} for _ in range(layers)]
         self.head = self._weight(model.linear("head")) if head else None
         self.names = (*LAYER, "head") if head else LAYER
-        self.ops = CudaOps(torch.device(DEVICE), pdl=not SMOKE, choose=self._choose)
-        self.ops_without_norms = _OpsWithoutNorms(torch.device(DEVICE), pdl=not SMOKE, choose=self._choose)
+        device = torch.device(DEVICE)
+        scratch = SplitScratch.allocate(max_values=SCRATCH_VALUES, max_tiles=SCRATCH_TILES, device=device)
+        self.ops = CudaOps(device, scratch=scratch, pdl=not SMOKE, choose=self._choose)
 
     def set(self, linear: Linear, way: Way) -> None:
         self.ways[linear.n, linear.k] = way
 
-    def apply(self, name: str, weights: dict[str, Tensor], values: dict[str, Tensor], *, norms: bool = True) -> None:
+    def apply(self, name: str, weights: dict[str, Tensor], values: dict[str, Tensor]) -> None:
         """One linear as the decoder calls it. values: the tensors between the linears."""
-        ops, residual = self.ops if norms else self.ops_without_norms, values["residual"]
+        ops, residual = self.ops, values["residual"]
         if name == "qkv":
             values["qkv"] = ops.norm_linear(residual, self.norm, EPS, weights[name], None)
         elif name == "gate_up":
@@ -141,30 +142,29 @@ class Chain:
         columns = {"residual": model.hidden, "qkv": model.linear("qkv").n, "heads": model.heads, "inner": model.inner}
         return {name: random_normal(tokens, width) for name, width in columns.items()}
 
-    def layer_us(self, tokens: int, *, without: str | None = None, norms: bool = True) -> float:
-        values = self.values(tokens)
+    def capture(self, given: dict[str, Tensor]) -> Run:
+        """All layers as they are set, on `values` that must outlive it."""
+        values = dict(given)
 
         def run() -> None:
             for weights in self.layers:
                 for name in LAYER:
                     if name == "o":
                         self.attend(values)
-                    if name != without:
-                        self.apply(name, weights, values, norms=norms)
+                    self.apply(name, weights, values)
 
-        return self._timer.us(run) / len(self.layers)
+        return self.timer.capture(run)
 
-    def head_us(self, tokens: int, way: Way) -> float:
+    def capture_head(self, given: dict[str, Tensor], way: Way) -> Run:
         self.set(self.model.linear("head"), way)
-        residual = random_normal(tokens, self.model.hidden)
         assert self.head is not None
         turned = self.head.t().contiguous() if way == CUBLAS_TURNED else None
 
         def run() -> None:
             for _ in range(HEAD_LAUNCHES):
-                self.logits(residual, turned)
+                self.logits(given["residual"], turned)
 
-        return self._timer.us(run) / HEAD_LAUNCHES
+        return self.timer.capture(run)
 
     def logits(self, residual: Tensor, turned: Tensor | None) -> Tensor:
         assert self.head is not None
@@ -229,50 +229,19 @@ def _wide_mm(x: Tensor, turned: Tensor) -> Tensor:
     return torch.mm(x, turned) if SMOKE else torch.mm(x, turned, out_dtype=torch.float32)
 
 
-class GraphTimer:
-    """Times what is captured on the current stream, whose kernels have been loaded."""
-
-    def __init__(self) -> None:
-        self._pool = None if SMOKE else torch.cuda.graph_pool_handle()
-        self._last: torch.cuda.CUDAGraph | None = None  # so that the pool lives on, for the next graph
-
-    def us(self, run: Callable[[], None]) -> float:
-        """Median time of a replay of one graph of `run`."""
-        if SMOKE:
-            began = time.perf_counter()
-            run()
-            return (time.perf_counter() - began) * 1e6
-        graph = torch.cuda.CUDAGraph()
-        # Not `torch.cuda.graph`, which collects garbage and empties the allocator's cache each time.
-        graph.capture_begin(pool=self._pool)
-        run()
-        graph.capture_end()
-        self._last = graph
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
-        graph.replay()
-        events[0].record()
-        for event in events[1:]:
-            graph.replay()
-            event.record()
-        torch.cuda.synchronize()
-        return statistics.median(a.elapsed_time(b) for a, b in pairwise(events)) * 1e3
-
-
 @dataclass
 class Tuned:
-    """What was found for one number of tokens."""
+    """What was found for one number of tokens. Times are us; of a linear's ways, a layer's with the others as they were
+    at best then."""
 
     tokens: int
     before_us: float  # a layer
     after_us: float
-    without_norms_us: float
-    ways: dict[str, Way]
-    linear_us: dict[str, float]  # how much longer the layer is for each linear
-    before_ways: dict[str, Way]
-    candidates: dict[str, list[tuple[Way, float]]]  # of each linear, a layer's time with it, the fastest first
-    finals: dict[str, dict[Way, float]]  # the same, of the best few, what was before and cuBLAS, with the others' best
+    before: dict[str, str]  # of each linear
+    after: dict[str, str]
+    layer_us: dict[str, dict[str, float]]  # of each linear and way, the shortest first
     worst_error: float
-    head: list[tuple[Way, float]]
+    head_us: dict[str, float]  # of each way, the shortest first
 
 
 def tune(chain: Chain, tokens: int) -> Tuned:
@@ -288,43 +257,83 @@ def tune(chain: Chain, tokens: int) -> Tuned:
         for way in errors.keys() - set(right[name]):
             print(f"WRONG T={tokens} {name} {short(way)}: error {errors[way]:.3g}", flush=True)
         chain.set(linear, before[name])
-    chain.attend(chain.values(tokens))
-    before_us = chain.layer_us(tokens)
+    values = chain.values(tokens)
+    chain.attend(values)
 
-    best = dict(before)
-    candidates = {name: _descend(chain, tokens, name, right[name], best) for name in LAYER}
-    finals: dict[str, dict[Way, float]] = {}
+    descent = Descent(chain, values, {name: before[name] for name in LAYER})
     for name in LAYER:
-        finalists = [way for way, _ in candidates[name][:FINALISTS]]
-        ways = list(dict.fromkeys([*finalists, before[name], CUBLAS]))
-        finals[name] = dict(_descend(chain, tokens, name, ways, best))
-    after_us = chain.layer_us(tokens)
-    without_norms_us = chain.layer_us(tokens, norms=False)
-    linear_us = {name: after_us - chain.layer_us(tokens, without=name) for name in LAYER}
-    head: list[tuple[Way, float]] = []
+        descent.improve(name, right[name])
+    for name in LAYER:
+        descent.improve(name, descent.best_of(name, FINALISTS), precision=FINAL_PRECISION)
+    timer, first_us = chain.timer, descent.first_us / len(chain.layers)
+    head_us: dict[Way, float] = {}
     if "head" in chain.names:
-        head = sorted(((way, chain.head_us(tokens, way)) for way in right["head"]), key=lambda item: item[1])
+        first_head = chain.capture_head(values, before["head"])
+        first_head_us = timer.us(first_head) / HEAD_LAUNCHES
+        for way in right["head"]:
+            head_us[way] = first_head_us * timer.ratio(chain.capture_head(values, way), first_head)
     return Tuned(
-        tokens, before_us, after_us, without_norms_us, best, linear_us, before, candidates, finals, worst_error, head
+        tokens=tokens,
+        before_us=first_us,
+        after_us=first_us * timer.ratio(descent.standing, descent.first, precision=FINAL_PRECISION),
+        before={name: short(before[name]) for name in LAYER},
+        after={name: short(descent.best[name]) for name in LAYER},
+        layer_us={name: _sorted(descent.ratios[name], first_us) for name in LAYER},
+        worst_error=worst_error,
+        head_us=_sorted(head_us, 1.0),
     )
+
+
+def _sorted(times: dict[Way, float], scale: float) -> dict[str, float]:
+    return {short(way): scale * times[way] for way in sorted(times, key=times.__getitem__)}
+
+
+class Descent:
+    """A graph with the best ways so far, and how those of one linear compare with it."""
+
+    def __init__(self, chain: Chain, values: dict[str, Tensor], best: dict[str, Way]) -> None:
+        self._chain = chain
+        self._values = values
+        self._standing_ratio = 1.0
+        self.best = best
+        self.ratios: dict[str, dict[Way, float]] = {name: {} for name in best}  # to `first`
+        self.first = self.standing = chain.capture(values)
+        self.first_us = chain.timer.us(self.first)
+
+    def best_of(self, name: str, count: int) -> list[Way]:
+        ratios = self.ratios[name]
+        return sorted(ratios, key=ratios.__getitem__)[:count]
+
+    def improve(self, name: str, ways: list[Way], *, precision: int = 1) -> None:
+        """Time the layers with each way of one linear, and take the best if it is worth it."""
+        linear = self._chain.model.linear(name)
+        graphs: dict[Way, Run] = {}
+        found = self.ratios[name]
+        found[self.best[name]] = self._standing_ratio
+        for way in ways:
+            if way != self.best[name]:
+                graphs[way] = self._capture(linear, way)
+                found[way] = self._standing_ratio * self._ratio(graphs[way], precision)
+        winner = min(graphs, key=found.__getitem__, default=None)
+        if winner is not None and found[winner] < WORTH_IT * self._standing_ratio:
+            ratio = self._ratio(graphs[winner], FINAL_PRECISION)
+            found[winner] = self._standing_ratio * ratio
+            if ratio < WORTH_IT:
+                self._standing_ratio = found[winner]
+                self.best[name], self.standing = winner, graphs[winner]
+        self._chain.set(linear, self.best[name])
+
+    def _capture(self, linear: Linear, way: Way) -> Run:
+        self._chain.set(linear, way)
+        return self._chain.capture(self._values)
+
+    def _ratio(self, graph: Run, precision: int) -> float:
+        return self._chain.timer.ratio(graph, self.standing, precision=precision)
 
 
 def _ways(linear: Linear, tokens: int) -> list[Way]:
     ways = ways_of(linear, tokens)
     return list(dict.fromkeys([*ways[:2], ways[-1]])) if SMOKE else ways
-
-
-def _descend(chain: Chain, tokens: int, name: str, ways: list[Way], best: dict[str, Way]) -> list[tuple[Way, float]]:
-    """Time each way with the other linears as they are; leave the fastest in place."""
-    linear = chain.model.linear(name)
-    times = []
-    for way in ways:
-        chain.set(linear, way)
-        times.append((way, chain.layer_us(tokens)))
-    times.sort(key=lambda item: item[1])
-    best[name] = times[0][0]
-    chain.set(linear, best[name])
-    return times
 
 
 def compile_part(names: list[str], token_counts: list[int], part: int, parts: int, *, head: bool) -> None:
@@ -362,21 +371,19 @@ def compile_all(workers: int, *, script: str, arguments: list[str]) -> None:
 
 def print_table(model: Model, results: list[Tuned], num_layers: int) -> None:
     for r in results:
-        floors = {name: model.floor_us(name, r.tokens) for name in LAYER}
-        head = f" head {r.head[0][1]:.1f} {short(r.head[0][0])}" if r.head else ""
+        floor = sum(model.floor_us(name, r.tokens) for name in LAYER)
+        head = " head " + ", ".join(f"{us:.1f} {way}" for way, us in list(r.head_us.items())[:2]) if r.head_us else ""
         print(
-            f"T={r.tokens} layer us: before {r.before_us:.2f} after {r.after_us:.2f} without norms "
-            f"{r.without_norms_us:.2f} floor {sum(floors.values()):.2f}; saved a step "
-            f"{(r.before_us - r.after_us) * num_layers / 1e3:.3f} ms; worst error {r.worst_error:.1e}{head}"
+            f"T={r.tokens} layer us: before {r.before_us:.2f} after {r.after_us:.2f} floor {floor:.2f}; saved a step "
+            f"{(r.before_us - r.after_us) * num_layers / 1e3:.3f} ms; worst error {r.worst_error:.1e}{head}",
+            flush=True,
         )
         for name in LAYER:
-            without = r.after_us - r.linear_us[name]
-            times = r.finals[name]
-            print(
-                f"{r.tokens:5} {name:8} floor {floors[name]:6.2f} best {times[r.ways[name]] - without:6.2f} "
-                f"was {times[r.before_ways[name]] - without:6.2f} cuBLAS {times[CUBLAS] - without:6.2f}  "
-                f"{short(r.ways[name])} (was {short(r.before_ways[name])})"
-            )
+            times, taken, was = r.layer_us[name], r.after[name], r.before[name]
+            others = [way for way in times if way not in (taken, was)][:2]
+            shown = dict.fromkeys([taken, was, *others, *[way for way in (CUBLAS,) if way in times]])
+            line = " | ".join(f"{times[way]:.2f} {'was ' * (way == was)}{way}" for way in shown)
+            print(f"{r.tokens:5} {name:8}{line}", flush=True)
 
 
 def main() -> None:
@@ -411,7 +418,7 @@ def main() -> None:
             print_table(model, found[name], {"8b": 32}.get(name, model.layers))
     if arguments.json:
         results = {name: [asdict(result) for result in results] for name, results in found.items()}
-        arguments.json.write_text(json.dumps(results, indent=1, default=repr))
+        arguments.json.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -51,10 +51,8 @@ def ways_of(linear: Linear, tokens: int) -> list[Way]:
         ways += _fma_ways(linear)
     if 4 <= tokens <= 64:
         ways += _dot_ways(linear, tokens)
-    if tokens >= 256:
-        ways += _tile_ways(linear, tokens)
     if tokens >= 33 and not linear.is_head:
-        ways += _shared_tile_ways(linear, tokens)
+        ways += _tile_ways(linear, tokens)
     return list(dict.fromkeys(ways))
 
 
@@ -100,45 +98,36 @@ def _dot_ways(linear: Linear, tokens: int) -> Iterator[DotConfig]:
 
 
 def _tile_ways(linear: Linear, tokens: int) -> Iterator[TileConfig]:
-    for tile_tokens, rows, stages, num_warps in ((128, 128, 3, 4), (128, 256, 4, 8)):
-        tiles = -(-linear.n // rows) * -(-tokens // tile_tokens)
-        if tiles > NUM_PROGRAMS // 2:
-            yield TileConfig(tile_tokens, rows, 64, stages, num_warps, group=16)
-
-
-def _shared_tile_ways(linear: Linear, tokens: int) -> Iterator[TileConfig]:
-    """One or two programs to an SM, that share all tiles; 128 where K then divides evenly."""
-    for tile_tokens, rows, block_k, stages, num_warps, programs in (
-        *((64, 16, 128, 4, 4, 2), (64, 32, 128, 4, 4, 2), (64, 32, 128, 8, 4, 1), (64, 64, 128, 3, 4, 2)),
-        *((64, 64, 128, 6, 4, 1), (64, 128, 64, 4, 4, 2), (64, 128, 128, 4, 4, 1), (64, 256, 64, 5, 8, 1)),
-        *((128, 32, 128, 5, 4, 1), (128, 64, 64, 4, 4, 2), (128, 64, 128, 4, 4, 1), (128, 128, 64, 3, 4, 2)),
-        *((128, 128, 64, 6, 8, 1), (128, 256, 64, 4, 8, 1), (256, 64, 64, 5, 8, 1), (256, 128, 64, 4, 8, 1)),
+    """A program for each tile, or one or two to an SM that share all tiles, 128 of them where K then divides evenly."""
+    for tile_tokens, rows, block_k, stages, num_warps, all_programs in (
+        *((64, 32, 128, 8, 4, (128,)), (64, 64, 128, 6, 4, (128, 132)), (64, 64, 128, 3, 4, (264,))),
+        *((64, 128, 128, 4, 4, (128, 132)), (64, 128, 64, 4, 4, (264,)), (128, 64, 128, 4, 4, (128,))),
+        (128, 64, 64, 4, 4, (264,)),
+        *((128, 128, 64, 3, 4, (0, 264)), (128, 128, 64, 6, 8, (128, 132)), (128, 256, 64, 3, 8, (0,))),
+        *((128, 256, 64, 4, 8, (0, 128, 132)), (256, 128, 64, 4, 8, (0, 128, 132))),
     ):
         tiles = -(-linear.n // rows) * -(-tokens // tile_tokens)
-        if tile_tokens > _padded(tokens):
-            continue
         # Not so small that an SM gets many where it could get larger ones, not so large that most SMs share one.
-        small, few_large = tile_tokens * rows < 16384, linear.n * tokens < NUM_PROGRAMS * 16384
-        if (small and not few_large) or tiles * 9 < NUM_PROGRAMS or tiles > 8 * NUM_PROGRAMS * programs:
+        small, few_large = tile_tokens * rows < 8192, linear.n * tokens < NUM_PROGRAMS * 8192
+        if tile_tokens > _padded(tokens) or tiles * 9 < NUM_PROGRAMS or (small and not few_large):
             continue
         prefetch_k = 512 if tile_tokens == 64 and rows <= 64 else 256
-        config = TileConfig(tile_tokens, rows, block_k, stages, num_warps, 16, programs * NUM_PROGRAMS, prefetch_k)
-        yield config
-        if tiles < NUM_PROGRAMS:
-            yield replace(config, programs=128 * programs)
+        for programs in all_programs:
+            if programs and -(-tokens // tile_tokens) <= programs and tiles <= 8 * programs:
+                yield TileConfig(tile_tokens, rows, block_k, stages, num_warps, 16, programs, prefetch_k)
+            elif not programs and tiles > NUM_PROGRAMS // 2:
+                yield TileConfig(tile_tokens, rows, block_k, stages, num_warps, 16)
 
 
 def prefill_ways() -> list[TileConfig]:
     """Of a gate-up product of thousands of tokens."""
     large = TileConfig(128, 256, 64, 4, 8, group=8)
+    wide, shallow = replace(large, tokens=256, rows=128), replace(large, rows=128, stages=3, num_warps=4, group=16)
+    two_ahead = replace(large, stages=3)
     return [
-        large,
-        replace(large, group=16),
-        replace(large, stages=3, group=16),
-        replace(large, block_k=128, stages=2, group=16),
-        TileConfig(256, 128, 64, 4, 8, group=8),
-        TileConfig(128, 128, 64, 3, 8, group=16),
-        TileConfig(128, 128, 64, 3, 4, group=16),
+        *(replace(cut, group=group) for cut in (large, two_ahead, wide) for group in (8, 16)),
+        *(shallow, replace(two_ahead, group=32)),
+        *(replace(large, programs=NUM_PROGRAMS), replace(shallow, num_warps=8)),
     ]
 
 

@@ -9,9 +9,16 @@ import torch
 from torch import Tensor
 
 from gpu_runner.kernels import linear, reference
-from gpu_runner.kernels.cuda_ops import MAX_SPLIT_TILES, MAX_SPLIT_VALUES
 from gpu_runner.kernels.linear import SplitScratch
-from gpu_runner.kernels.linear_config import DotConfig, FmaConfig, LinearConfig, TileConfig, choose
+from gpu_runner.kernels.linear_config import (
+    DotConfig,
+    FmaConfig,
+    LinearConfig,
+    TileConfig,
+    choose,
+    largest_scratch,
+    scratch_size,
+)
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -197,7 +204,7 @@ def test_a_scratch_too_small_is_refused(size: tuple[int, int]) -> None:
     given = draw(8, DTYPES[0])
     scratch = SplitScratch.allocate(max_values=size[0], max_tiles=size[1], device=DEVICE)
     for refused in (scratch, None):
-        with pytest.raises(ValueError, match=r"3 parts of 8 x 44 need a scratch of 1056 values, 2 tiles"):
+        with pytest.raises(ValueError, match=r"of 8 x 44 needs a scratch of 1056 values, 2 tiles"):
             linear.linear(given.x, given.weight, out=given.residual, config=DOT_CONFIGS[1], scratch=refused, pdl=False)
 
 
@@ -207,7 +214,7 @@ def test_a_scratch_too_small_for_shared_tiles_is_refused(size: tuple[int, int]) 
     scratch = SplitScratch.allocate(max_values=size[0], max_tiles=size[1], device=DEVICE)
     config = replace(SHARED_TILE_CONFIGS[0], tokens=64)
     for refused in (scratch, None):
-        with pytest.raises(ValueError, match=r"8 parts of 64 x 32 need a scratch of 16384 values, 4 tiles"):
+        with pytest.raises(ValueError, match=r"of 40 x 44 needs a scratch of 16384 values, 4 tiles"):
             linear.linear(given.x, given.weight, out=given.residual, config=config, scratch=refused, pdl=False)
 
 
@@ -240,15 +247,29 @@ def test_choice_is_a_configuration_the_kernels_can_run(shape: tuple[int, int]) -
         assert config.stages * (config.rows + tile_tokens) * config.block_k * 2 <= SHARED_BYTES
         if isinstance(config, TileConfig):
             assert power_of_two(config.tokens)
-            assert 2 * config.programs * config.tokens * config.rows <= MAX_SPLIT_VALUES
-            assert config.programs <= MAX_SPLIT_TILES
-        elif config.split_k > 1:
-            assert config.split_k * tokens * shape[0] <= MAX_SPLIT_VALUES
-            assert -(-shape[0] // config.rows) * -(-tokens // config.tokens) <= MAX_SPLIT_TILES
+
+
+@pytest.mark.parametrize("max_tokens", [8, 100, 4096])
+def test_the_largest_scratch_suffices_for_every_choice_and_is_one_of_them(max_tokens: int) -> None:
+    shapes = SHAPES[:5]
+    values, tiles = largest_scratch(shapes, max_tokens)
+    needed = [(0, 0)]
+    for tokens in range(1, max_tokens + 1):
+        for n, k in shapes:
+            config = choose(tokens, n, k)
+            if config is not None:
+                needed.append(scratch_size(config, tokens, n))
+    assert values == max(values for values, _ in needed)
+    assert tiles == max(tiles for _, tiles in needed)
+
+
+def test_a_model_without_shared_tiles_needs_no_scratch() -> None:
+    assert largest_scratch([(192, 72), (72, 192)], 1) == (0, 0)
 
 
 def test_gate_and_up_rows_of_many_tokens_are_tiles_where_their_memory_lies_even() -> None:
     assert isinstance(choose(512, 6144, 1024), TileConfig)
+    assert isinstance(choose(512, 4096, 1024), TileConfig)
     assert isinstance(choose(2048, 28672, 4096), TileConfig)
     assert choose(2048, 28672, 4100) is None
     for shape in ((4096, 1024), (1024, 2048), (6144, 4096), (4096, 14336), (128256, 4096)):
