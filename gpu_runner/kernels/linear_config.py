@@ -65,7 +65,7 @@ _PAIRED = replace(_DEEP, stages=4)  # two programs fit on an SM
 _NARROW = DotConfig(rows=32, block_k=128, stages=4, num_warps=4, prefetch_k=512)
 _WIDE = DotConfig(rows=128, block_k=64, stages=5, num_warps=8, prefetch_k=256, weight_first=True)
 _SHALLOW_TILE = TileConfig(tokens=128, rows=128, block_k=64, stages=3, num_warps=4, group=16)
-_TILE = TileConfig(tokens=128, rows=256, block_k=64, stages=4, num_warps=8, group=8)
+_TILE = TileConfig(tokens=128, rows=256, block_k=64, stages=3, num_warps=8, group=16)
 # Few programs to an SM, that share all tiles: 128, into which K divides evenly.
 _SHARED_DEEP = TileConfig(
     tokens=64, rows=32, block_k=128, stages=8, num_warps=4, group=16, programs=128, prefetch_k=512
