@@ -1,7 +1,12 @@
-"""One step on a GPU: two CUDA graphs, chosen by the host from a plan's sizes and replayed.
+"""One step on a GPU: CUDA graphs, chosen by the host from a plan's sizes and replayed. One or two make a step:
 
-    forward graph, by token bucket and by whether rows prefill     fetch, step_meta, work list, layers
-    finish graph, by variant and row bucket                        head, sample, post_update, deliver
+    decode graph, by variant and token bucket                     step_meta, layers, head, sample, post_update
+
+    forward graph, by token bucket and by whether rows prefill    fetch, step_meta, layers
+    finish graph, by variant and row bucket                       head, sample, post_update, deliver
+
+The first is for steps of few rows that all decode and need nothing special, where the gap between two graphs would
+show. Where the plan is small, `step_meta` fetches it; where results are but tokens, `post_update` delivers them.
 
 All that differs between steps of one size lies in device memory at fixed addresses: the uploaded plan, the state of the
 slots, the step's layout (`StepMeta`), the work lists. The graphs share one memory pool: they run one after the other on
@@ -19,14 +24,13 @@ from torch import Tensor
 
 from asyncengine.config import PAGE_SIZE
 from gpu_runner.device.buffers import RING_DEPTH, PackedStep, RingSlot
-from gpu_runner.device.sampling_path import SamplingPath
 from gpu_runner.device.state import DeviceState
 from gpu_runner.device.step import DecoderLike
 from gpu_runner.device.token_masks import TokenMasks
 from gpu_runner.kernels import norm_rope
 from gpu_runner.kernels.cuda_ops import CudaMeta
 from gpu_runner.kernels.host_ring import HostRing, deliver, fetch
-from gpu_runner.kernels.post_update import post_update
+from gpu_runner.kernels.post_update import post_update, post_update_to_host
 from gpu_runner.kernels.result_layout import Results, result_words
 from gpu_runner.kernels.sample import Sampler
 from gpu_runner.kernels.sample_full import FullSampling
@@ -38,6 +42,10 @@ from gpu_runner.schedule.buckets import bucket_for, token_buckets
 Variant = Literal["none", "greedy", "sample", "filtered", "full"]
 """none: no row samples. greedy: all rows are. sample: no row has a filter. filtered: any way to choose a token,
 min_tokens included. full: that, with penalties, logit bias, masks and log-probabilities."""
+DECODE_VARIANTS: tuple[Variant, ...] = ("sample", "greedy")
+MAX_DECODE_GRAPH_TOKENS = 64
+"""A border between graphs takes some 5 us, the gather before it included: below 0.3 % of the steps beyond, which would
+take as many graphs again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +110,7 @@ class GraphStep:
         self._parts = Results.of(self._results)
         self._forward_graphs: dict[tuple[int, bool], Graph] = {}
         self._finish_graphs: dict[tuple[Variant, int], Graph] = {}
+        self._decode_graphs: dict[tuple[Variant, int], Graph] = {}
 
     @property
     def kv_cache(self) -> Tensor:
@@ -118,13 +127,17 @@ class GraphStep:
         self._full.masks.connect(masks.tensor)
 
     def run(self, step: PackedStep) -> None:
+        decode = self._decode_graphs.get((_variant(step), step.bucket))
+        if decode is not None and step.num_samples == step.num_decode_rows == step.num_tokens:
+            decode.replay()
+            return
         self._forward_graphs[step.bucket, step.num_decode_rows < step.num_tokens].replay()
         self._finish_graphs[self._finish_key(step)].replay()
 
     def run_largest(self) -> None:
         """The work of the largest step, uncaptured and over no rows: compiles its kernels and takes its memory."""
         self._forward(self._token_buckets[-1], prefill=True)
-        self._finish("full", self._max_rows)
+        self._finish("full", self._sample_hidden)
 
     def works(self) -> list[list[Work]]:
         """What becomes a graph each, by kind, the largest of a kind first: what is queued, and where its graph is kept.
@@ -139,12 +152,18 @@ class GraphStep:
         variants: tuple[Variant, ...] = ("full", "filtered", "sample", "greedy")
         for variant in variants:
             kinds.append([self._finish_work(variant, rows) for rows in reversed(self._row_buckets)])
+        whole = min(decode_bucket, MAX_DECODE_GRAPH_TOKENS)
+        for variant in DECODE_VARIANTS:
+            kinds.append(
+                [self._decode_work(variant, bucket) for bucket in reversed(self._token_buckets) if bucket <= whole]
+            )
         return [*kinds, [self._finish_work("none", 0)]]
 
     def drop_graphs(self) -> None:
         """Give up every graph, and with them what they took."""
         self._forward_graphs.clear()
         self._finish_graphs.clear()
+        self._decode_graphs.clear()
 
     def capture(self, progress: Callable[[int, int], None]) -> None:
         """Capture every graph on the current stream, the largest first. progress: graphs done, and in all."""
@@ -172,16 +191,41 @@ class GraphStep:
 
     def _finish_work(self, variant: Variant, rows: int) -> Work:
         return (
-            lambda: self._finish(variant, rows),
+            lambda: self._finish(variant, self._sample_hidden[:rows]),
             lambda graph: self._finish_graphs.__setitem__((variant, rows), graph),
+        )
+
+    def _decode_work(self, variant: Variant, bucket: int) -> Work:
+        """Of a step whose tokens are one of each row, all of which sample: the residuals are those of the samples."""
+        return (
+            lambda: self._finish(variant, self._layers(bucket, prefill=False)[: self._max_rows]),
+            lambda graph: self._decode_graphs.__setitem__((variant, bucket), graph),
         )
 
     def _forward(self, num_tokens: int, *, prefill: bool) -> None:
         """From the upload to the last residual of each row that samples."""
-        meta = self._meta
-        fetch(self._host_ring, self._inputs, num_tokens=num_tokens, pdl=self._pdl)
-        step_meta(self._inputs, self._state, meta, self._page_tokens, num_tokens=num_tokens, pdl=self._pdl)
-        for work in self._work.values():
+        residual = self._layers(num_tokens, prefill=prefill)
+        samples = min(num_tokens, self._max_rows)
+        tokens, out = self._meta.sample_token[:samples], self._sample_hidden[:samples]
+        norm_rope.embedding(tokens, residual, out=out, pdl=self._pdl)
+
+    def _layers(self, num_tokens: int, *, prefill: bool) -> Tensor:
+        """From the upload to the last residual of each token."""
+        meta, page_table = self._meta, self._state.page_table
+        first, *others = self._work.values()
+        split_step = None if prefill or num_tokens > LONE_ROWS else LONE_SPLIT_STEP
+        if prefill:
+            fetch(self._host_ring, self._inputs, num_tokens=num_tokens, pdl=self._pdl)
+        step_meta(
+            *(self._inputs, self._state, meta, self._page_tokens),
+            num_tokens=num_tokens,
+            ring=None if prefill else self._host_ring,
+            work=first,
+            prefill=prefill,
+            split_step=split_step,
+            pdl=self._pdl,
+        )
+        for work in others:
             build_work_list(
                 work,
                 counts=meta.counts,
@@ -189,21 +233,19 @@ class GraphStep:
                 row_start=meta.row_start,
                 row_len=meta.row_len,
                 row_token=meta.row_token,
-                page_table=self._state.page_table,
+                page_table=page_table,
                 prefill=prefill,
-                split_step=None if prefill or num_tokens > LONE_ROWS else LONE_SPLIT_STEP,
+                split_step=split_step,
                 pdl=self._pdl,
             )
-        layers = CudaMeta(step=meta, work=self._work, page_table=self._state.page_table, prefill=prefill)
-        residual = self._decoder.forward(meta.token_ids[:num_tokens], layers, self.kv_cache)
-        samples = min(num_tokens, self._max_rows)
-        norm_rope.embedding(meta.sample_token[:samples], residual, out=self._sample_hidden[:samples], pdl=self._pdl)
+        layers = CudaMeta(step=meta, work=self._work, page_table=page_table, prefill=prefill)
+        return self._decoder.forward(meta.token_ids[:num_tokens], layers, self.kv_cache)
 
-    def _finish(self, variant: Variant, rows: int) -> None:
-        """From those residuals to the results."""
-        sampled = self._sampled[:rows]
+    def _finish(self, variant: Variant, hidden: Tensor) -> None:
+        """From those residuals to the results. hidden: [N, hidden], N at least the step's samples."""
+        sampled = self._sampled[: len(hidden)]
         if variant != "none":
-            logits = self._decoder.logits(self._sample_hidden[:rows])
+            logits = self._decoder.logits(hidden)
             if variant == "greedy":
                 self._sampler.greedy(logits, self._state, self._meta, sampled, bans_stop_ids=False)
             else:
@@ -215,16 +257,25 @@ class GraphStep:
                 )
                 if variant == "full":
                     self._full.after(logits, sampled, self._state, self._meta, self._page_tokens, self._parts)
-        post_update(sampled, self._state, self._meta, self._results, pdl=self._pdl)
-        deliver(self._host_ring, self._inputs, self._results, pdl=self._pdl)
+        if variant == "full":
+            post_update(sampled, self._state, self._meta, self._results, pdl=self._pdl)
+            deliver(self._host_ring, self._inputs, self._results, pdl=self._pdl)
+        else:
+            post_update_to_host(
+                *(sampled, self._state, self._meta, self._host_ring, self._inputs),
+                num_slots=len(self._state.done),
+                pdl=self._pdl,
+            )
 
     def _finish_key(self, step: PackedStep) -> tuple[Variant, int]:
-        if not step.num_samples:
-            return "none", 0
-        return _variant(step.path), bucket_for(self._row_buckets, step.num_samples)
+        variant = _variant(step)
+        return variant, 0 if variant == "none" else bucket_for(self._row_buckets, step.num_samples)
 
 
-def _variant(path: SamplingPath) -> Variant:
+def _variant(step: PackedStep) -> Variant:
+    path = step.path
+    if not step.num_samples:
+        return "none"
     if path.full:
         return "full"
     if path.filtered or path.bans_stop_ids:

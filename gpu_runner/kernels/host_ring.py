@@ -2,8 +2,9 @@
 
 Copies by the copy engine would stand between a step's graphs, and each change from one to the other lets the GPU idle
 for some microseconds. So the first kernel of a step reads the plan from pinned memory, and the last writes results
-there. Which of the host's buffers are the step's, the kernels find without being told: the host uses them in turn, and
-`turn` counts along on the device.
+there. Where the plan is small, and where results are tokens only, `step_meta` and `post_update` do so themselves. Which
+of the host's buffers are the step's, the kernels find without being told: the host uses them in turn, its plans say
+whose turn it is, and the last kernel of a step notes where the next step's plan will be.
 
     step         N                   N + 1               N + 2               N + 3
     buffers      0                   1                   2                   0
@@ -36,21 +37,21 @@ class HostRing:
 
     uploads: Tensor  # [depth] int64, addresses
     results: Tensor  # [depth] int64
-    turn: Tensor  # [1] int32, the next step's index
+    next_upload: Tensor  # [1] int64, the address of the next step's plan
 
     @classmethod
     def allocate(cls, depth: int, device: torch.device) -> HostRing:
-        def zeros(size: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(size, dtype=dtype, device=device)
+        def zeros(size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int64, device=device)
 
-        return cls(uploads=zeros(depth, torch.int64), results=zeros(depth, torch.int64), turn=zeros(1, torch.int32))
+        return cls(uploads=zeros(depth), results=zeros(depth), next_upload=zeros(1))
 
     def connect(self, buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
         """buffers: upload and results of each turn, int32 on the host (pinned, if the device is a GPU), at multiples of
         16 bytes, and kept alive by the caller. The next step takes the first. No step may run meanwhile."""
         for table, tensors in zip((self.uploads, self.results), zip(*buffers, strict=True), strict=True):
             table.copy_(torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64))
-        self.turn.zero_()
+        self.next_upload.copy_(self.uploads[:1])
 
 
 def fetch(ring: HostRing, inputs: Tensor, *, num_tokens: int, pdl: bool = True) -> None:
@@ -61,8 +62,7 @@ def fetch(ring: HostRing, inputs: Tensor, *, num_tokens: int, pdl: bool = True) 
     programs = triton.cdiv(num_tokens * WORDS_PER_TOKEN, BLOCK)
     pdl = pdl and inputs.device.type != "cpu"
     _fetch_kernel[(min(programs, MAX_PROGRAMS),)](
-        ring.uploads,
-        ring.turn,
+        ring.next_upload,
         inputs,
         len(inputs),
         USED_WORD=USED_WORDS_WORD,
@@ -78,8 +78,9 @@ def deliver(ring: HostRing, inputs: Tensor, results: Tensor, *, pdl: bool = True
     turn begins. Once the graph has ended, the host may read them. Fixed in a graph: all addresses."""
     pdl = pdl and inputs.device.type != "cpu"
     _deliver_kernel[(min(triton.cdiv(len(results), BLOCK), MAX_PROGRAMS),)](
+        ring.uploads,
         ring.results,
-        ring.turn,
+        ring.next_upload,
         inputs,
         results,
         len(results),
@@ -94,22 +95,28 @@ def deliver(ring: HostRing, inputs: Tensor, results: Tensor, *, pdl: bool = True
 
 
 @triton.jit
-def _fetch_kernel(
-    addresses, turn, inputs, capacity, USED_WORD: tl.constexpr, BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr
-):
+def _fetch_kernel(next_upload, inputs, capacity, USED_WORD: tl.constexpr, BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    address = tl.load(addresses + tl.load(turn))
+    own = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    together = tl.num_programs(0) * BLOCK_SIZE
+    copy_plan(next_upload, inputs, own, together, capacity, together, USED_WORD)
+
+
+@triton.jit
+def copy_plan(next_upload, inputs, own, ahead, capacity, step, USED_WORD: tl.constexpr):
+    """Copy the caller's share of the turn's plan: words `own`, of those before `ahead`, whether the plan uses them or
+    not, then of those it uses behind them `own` again, `step` at a time."""
+    address = tl.load(next_upload)
     if address != 0:
         source = tl.multiple_of(address.to(tl.pointer_type(tl.int32), bitcast=True), 16)
         # Both are asked for before either is there: more than the plan may be copied, which nobody reads.
-        own = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-        words = tl.load(source + own, mask=own < capacity, other=0)
+        asked = (own < ahead) & (own < capacity)
+        words = tl.load(source + own, mask=asked, other=0)
         used = tl.load(source + USED_WORD)
-        tl.store(inputs + own, words, mask=own < capacity)
-        step = tl.num_programs(0) * BLOCK_SIZE
-        for first in range(step, used, step):
+        tl.store(inputs + own, words, mask=asked)
+        for first in range(ahead, used, step):
             word = first + own
             words = tl.load(source + word, mask=word < used, other=0)
             tl.store(inputs + word, words, mask=word < used)
@@ -117,8 +124,9 @@ def _fetch_kernel(
 
 @triton.jit
 def _deliver_kernel(
+    uploads,
     addresses,
-    turn,
+    next_upload,
     inputs,
     results,
     capacity,
@@ -131,9 +139,8 @@ def _deliver_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    # The host tells the turn with the plan: `turn` itself may be the next step's already.
-    own_turn = tl.load(inputs + TURN)
-    address = tl.load(addresses + own_turn)
+    turn = tl.load(inputs + TURN)
+    address = tl.load(addresses + turn)
     if address != 0:
         target = tl.multiple_of(address.to(tl.pointer_type(tl.int32), bitcast=True), 16)
         wanted = tl.minimum(tl.load(inputs + RESULT_WORD), capacity)
@@ -142,4 +149,4 @@ def _deliver_kernel(
             word = first + own
             tl.store(target + word, tl.load(results + word, mask=word < wanted, other=0), mask=word < wanted)
         if tl.program_id(0) == 0:
-            tl.store(turn, (own_turn + 1) % DEPTH)
+            tl.store(next_upload, tl.load(uploads + (turn + 1) % DEPTH))

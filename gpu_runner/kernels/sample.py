@@ -22,23 +22,16 @@ import triton
 from torch import Tensor
 
 from gpu_runner.kernels.sample_argmax import argmax_kernel
-from gpu_runner.kernels.sample_filter import (
-    NUM_BINS,
-    ROW_FACTS,
-    best_kernel,
-    collect_kernel,
-    histogram_kernel,
-    thresholds_kernel,
-)
+from gpu_runner.kernels.sample_filter import NUM_GROUPS
 from gpu_runner.kernels.sample_finish import finish_kernel
+from gpu_runner.kernels.sample_propose import propose_again_kernel, propose_kernel
+from gpu_runner.kernels.sample_weigh import weigh_again_kernel, weigh_kernel
 from gpu_runner.kernels.step_meta import SlotState, StepMeta
 
 CANDIDATES = 4096
 """Candidates of a row that have a place; see `sample_filter`."""
-FINISH_TILE = 1024
-MIN_GROUP = 8
-"""Ids that a group must have for `sample_filter` to bound top-k by the groups' best; with fewer there are few rows, or
-a small vocabulary, and the bound would cost more than the additions that it spares."""
+FEW_CANDIDATES = 1024
+"""Most that `finish` searches without reading them again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +42,28 @@ class Tiling:
     num_warps: int
     stages: int  # tiles on their way while one is computed
     programs: int  # about how many share the work of all rows
+    rounds: int = 3  # before what is left is `finish`'s; see `sample_filter`
+    groups: int = NUM_GROUPS // 4  # of a part's ids, whose best ones bound top-k; at most one for each id of a tile
+
+    def most_programs(self, max_rows: int) -> int:
+        """Of a launch for up to `max_rows` rows: as many as there should be, unless each row has one to itself."""
+        return max(self.programs, max_rows)
 
 
 FEW_ROWS = 16
 PROGRAMS = 8 * 132
-"""What an H200's multiprocessors hold at a time, of 8 warps and few registers."""
-FEW_ROWS_TILING = Tiling(block=1024, num_warps=4, stages=1, programs=PROGRAMS)
-"""Up to FEW_ROWS: one or few tiles a program; a row of 128256 logits is spread over 126."""
+"""What an H200's multiprocessors hold at a time, of 8 warps and few registers; more programs even out the last ones."""
+FEW_ROWS_TILING = Tiling(block=1024, num_warps=4, stages=1, programs=PROGRAMS, rounds=2, groups=NUM_GROUPS // 32)
+"""Up to FEW_ROWS: one or few tiles a program; a row of 128256 logits is spread over 126. A third round would seldom be
+needed, and costs two launches."""
 GREEDY_TILING = Tiling(block=2048, num_warps=8, stages=1, programs=2 * PROGRAMS)
-"""Two 16-byte loads on their way a thread, of as many threads as there is place for; a second wave evens out the first
-one's end."""
+"""Two 16-byte loads on their way a thread, of as many threads as there is place for."""
 SAMPLE_TILING = Tiling(block=1024, num_warps=4, stages=3, programs=2 * PROGRAMS)
 """Small tiles, of which few hold a new best score; what the noise takes in registers leaves the loads to the stages."""
-FILTER_TILING = Tiling(block=1024, num_warps=4, stages=3, programs=PROGRAMS)
-"""As SAMPLE_TILING; fewer programs, since each of them begins with what is known of its row."""
+FINISH_TILING = Tiling(block=1024, num_warps=8, stages=3, programs=1)
+"""Of one program for each row."""
+FEW_ROWS_FINISH_TILING = Tiling(block=4096, num_warps=16, stages=2, programs=1)
+"""Up to FEW_ROWS, which leave multiprocessors to spare."""
 
 
 class Sampler:
@@ -79,6 +80,7 @@ class Sampler:
         candidates: int = CANDIDATES,
     ) -> None:
         """max_rows: the largest N of any call. tiling: None takes the tables'."""
+        self._max_rows = max_rows
         self._vocab = vocab
         self._pdl = pdl and device.type != "cpu"
         self._tiling = tiling
@@ -87,18 +89,22 @@ class Sampler:
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        filter_tilings = (tiling,) if tiling else (FEW_ROWS_TILING, FILTER_TILING)
-        tilings = (*filter_tilings, GREEDY_TILING, SAMPLE_TILING) if tiling is None else filter_tilings
-        # A launch has no more programs than its tiling says, or one for each row.
-        parts = max(max_rows, *(choice.programs for choice in tilings))
+        tilings = (tiling,) if tiling else (FEW_ROWS_TILING, SAMPLE_TILING, GREEDY_TILING)
+        parts = max(choice.most_programs(max_rows) for choice in tilings)
         self._part_best = empty(parts, dtype=torch.float32)
         self._part_score = empty(parts, dtype=torch.float32)
         self._part_token = empty(parts)
-        self._group_best = empty(parts * max(choice.block for choice in filter_tilings), dtype=torch.float32)
+        self._group_best = empty(parts * max(choice.groups for choice in tilings), dtype=torch.float32)
         self._arrived = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self._bin_count = empty(max_rows, NUM_BINS)
-        self._bin_weight = empty(max_rows, NUM_BINS, dtype=torch.int64)
-        self._row_facts = empty(max_rows, ROW_FACTS, dtype=torch.int64)
+        self._row_state = empty(max_rows)
+        self._row_token = empty(max_rows)
+        self._row_best = empty(max_rows, dtype=torch.float32)
+        self._row_x = empty(max_rows, dtype=torch.float32)
+        self._row_total = empty(max_rows, dtype=torch.int64)
+        self._row_before = empty(max_rows, dtype=torch.int64)
+        self._rounds = triton.next_power_of_2(max(choice.rounds for choice in tilings))
+        self._open_rows = empty(self._rounds, max_rows)
+        self._open_count = empty(self._rounds)
         self._num_candidates = empty(max_rows)
         self._candidate_x = empty(max_rows, candidates, dtype=torch.float32)
         self._candidate_id = empty(max_rows, candidates)
@@ -128,7 +134,8 @@ class Sampler:
     def _one_pass(
         self, logits: Tensor, state: SlotState, meta: StepMeta, out: Tensor, *, noise: bool, bans_stop_ids: bool
     ) -> None:
-        rows, cut, tiling = self._cut(logits, SAMPLE_TILING if noise else GREEDY_TILING)
+        rows, tiling = self._check(logits, SAMPLE_TILING if noise else GREEDY_TILING)
+        cut = self._cut(logits, tiling)
         argmax_kernel[(cut["parts"], rows)](
             logits,
             *self._rows(meta),
@@ -143,124 +150,145 @@ class Sampler:
             **cut,
             NOISE=noise,
             BANS=bans_stop_ids,
-            BLOCK=tiling.block,
-            STAGES=tiling.stages,
-            **self._options(tiling.num_warps),
+            **self._options(tiling),
         )
 
     def _filtered(self, logits: Tensor, state: SlotState, meta: StepMeta, out: Tensor, *, bans_stop_ids: bool) -> None:
-        rows, cut, tiling = self._cut(logits, FILTER_TILING)
-        parts = cut["parts"]
-        grouped = self._vocab >= MIN_GROUP * parts * tiling.block
-        padded_parts = triton.next_power_of_2(parts)
+        rows, tiling = self._check(logits, SAMPLE_TILING)
+        cut = self._cut(logits, tiling)
         filters = (state.temperature, state.top_k, state.top_p, state.min_p)
-        options = self._options(tiling.num_warps)
-        best_kernel[(parts, rows)](
-            logits,
-            *self._rows(meta),
-            *filters,
-            state.min_tokens_until,
-            state.stop_ids,
-            self._part_best,
-            self._group_best,
-            self._bin_count,
-            self._bin_weight,
-            self._num_candidates,
-            **cut,
-            GROUPS=grouped,
-            BANS=bans_stop_ids,
-            BLOCK=tiling.block,
-            STAGES=tiling.stages,
-            **options,
-        )
-        histogram_kernel[(parts, rows)](
-            logits,
-            meta.counts,
-            meta.sample_row,
-            meta.row_slot,
-            *filters,
-            self._part_best,
-            self._group_best,
-            self._bin_count,
-            self._bin_weight,
-            **cut,
-            GROUPS=triton.next_power_of_2(parts * tiling.block) if grouped else 0,
-            PARTS=padded_parts,
-            BLOCK=tiling.block,
-            STAGES=tiling.stages,
-            **options,
-        )
-        thresholds_kernel[(rows,)](
-            meta.counts,
-            meta.sample_row,
-            meta.row_slot,
-            *filters,
-            self._bin_count,
-            self._bin_weight,
-            self._row_facts,
-            vocab=self._vocab,
-            **self._options(8),
-        )
-        collect_kernel[(parts, rows)](
+        options = self._options(tiling)
+        propose_kernel[(cut["parts"], rows)](
             logits,
             *self._rows(meta),
             *filters,
             state.seed,
+            state.min_tokens_until,
+            state.stop_ids,
             self._part_best,
             self._part_score,
             self._part_token,
-            self._row_facts,
+            self._group_best,
+            self._arrived,
+            self._row_state,
+            self._row_token,
+            self._row_best,
+            self._row_x,
+            self._row_total,
+            self._row_before,
+            self._num_candidates,
+            self._open_count,
+            out,
+            **cut,
+            ROUNDS=self._rounds,
+            BANS=bans_stop_ids,
+            LANES=min(tiling.groups, tiling.block),
+            **options,
+        )
+        of_rows = (self._arrived, self._row_state, self._row_token, self._row_best, self._row_x)
+        weights = (self._row_total, self._row_before)
+        open_rows = (self._open_rows, self._open_count)
+        weigh_kernel[(cut["parts"], rows)](
+            logits,
+            meta.counts,
+            meta.sample_row,
+            meta.row_slot,
+            *filters,
+            *of_rows,
+            *weights,
             self._num_candidates,
             self._candidate_x,
             self._candidate_id,
+            *open_rows,
+            out,
             **cut,
             CAPACITY=self._candidates,
-            PARTS=padded_parts,
-            BLOCK=tiling.block,
-            STAGES=tiling.stages,
             **options,
         )
+        again = {"row_stride": cut["row_stride"], "vocab": self._vocab, "max_rows": self._max_rows}
+        programs = min(tiling.most_programs(rows), rows * triton.cdiv(self._vocab, tiling.block))
+        for number in range(tiling.rounds - 1):
+            propose_again_kernel[(programs,)](
+                logits,
+                meta.sample_row,
+                meta.row_slot,
+                meta.row_start,
+                meta.row_len,
+                *filters,
+                state.seed,
+                self._part_score,
+                self._part_token,
+                *of_rows,
+                *open_rows,
+                out,
+                **again,
+                round=number,
+                **options,
+            )
+            weigh_again_kernel[(programs,)](
+                logits,
+                meta.sample_row,
+                meta.row_slot,
+                *filters,
+                *of_rows,
+                *weights,
+                *open_rows,
+                out,
+                **again,
+                round=number,
+                **options,
+            )
         finish_kernel[(rows,)](
             logits,
             *self._rows(meta),
             *filters,
             state.seed,
-            self._part_best,
-            self._part_score,
-            self._part_token,
-            self._row_facts,
+            self._row_state,
+            self._row_best,
+            self._row_x,
+            self._row_total,
             self._num_candidates,
             self._candidate_x,
             self._candidate_id,
             out,
             row_stride=cut["row_stride"],
             vocab=self._vocab,
-            parts=parts,
             CAPACITY=self._candidates,
-            PARTS=padded_parts,
-            T=FINISH_TILE,
-            **self._options(4),
+            FEW=FEW_CANDIDATES,
+            **self._options(FEW_ROWS_FINISH_TILING if rows <= FEW_ROWS else FINISH_TILING),
         )
 
-    def _cut(self, logits: Tensor, many_rows: Tiling) -> tuple[int, dict[str, int], Tiling]:
-        """Rows, how the kernels find a program's part of one, and the tiling."""
+    def _check(self, logits: Tensor, many_rows: Tiling) -> tuple[int, Tiling]:
         rows, vocab = logits.shape
         if vocab != self._vocab or logits.stride(1) != 1:
             raise ValueError(f"logits must be rows of {self._vocab}, contiguous; got {tuple(logits.shape)}")
-        tiling = self._tiling or (FEW_ROWS_TILING if rows <= FEW_ROWS else many_rows)
+        if rows > self._max_rows:
+            raise ValueError(f"there is place for {self._max_rows} rows of logits; got {rows}")
+        return rows, self._tiling or (FEW_ROWS_TILING if rows <= FEW_ROWS else many_rows)
+
+    @staticmethod
+    def _cut(logits: Tensor, tiling: Tiling) -> dict[str, int]:
+        """How the kernels find a program's part of a row."""
+        rows, vocab = logits.shape
         tiles = triton.cdiv(vocab, tiling.block)
         tiles_per_part = triton.cdiv(tiles, max(1, tiling.programs // rows))
-        cut = {
+        return {
             "row_stride": logits.stride(0),
             "vocab": vocab,
             "part_size": tiles_per_part * tiling.block,
             "parts": triton.cdiv(tiles, tiles_per_part),
         }
-        return rows, cut, tiling
 
     @staticmethod
     def _rows(meta: StepMeta) -> tuple[Tensor, ...]:
         return meta.counts, meta.sample_row, meta.row_slot, meta.row_start, meta.row_len
 
-    def _options(self, num_warps: int) -> dict[str, Any]:
-        return {"PDL": self._pdl, "launch_pdl": self._pdl, "num_warps": num_warps, "enable_fp_fusion": False}
+    def _options(self, tiling: Tiling) -> dict[str, Any]:
+        return {
+            "BLOCK": tiling.block,
+            "STAGES": tiling.stages,
+            "PDL": self._pdl,
+            "launch_pdl": self._pdl,
+            "num_warps": tiling.num_warps,
+            "enable_fp_fusion": False,
+        }

@@ -15,7 +15,7 @@ from gpu_runner.kernels.sample_noise import (
     arrives_last,
     ban_stop_ids,
     best_proposal,
-    improve_by_bits,
+    improve,
     noise_keys,
     noise_of_row,
     without_nan,
@@ -80,7 +80,7 @@ def argmax_kernel(
         for start in tl.range(first, end, BLOCK, num_stages=STAGES):
             ids = start + tl.arange(0, BLOCK)
             x = without_nan(tl.load(row_logits + ids, mask=ids < vocab, other=float("-inf")))
-            score, token = improve_by_bits(x, ids, score, token, heat, lag_scale, first_key, second_key)
+            score, token = improve(x, ids, score, token, heat, lag_scale, first_key, second_key)
     else:
         lane_score = tl.full([BLOCK], float("-inf"), tl.float32)
         lane_token = tl.full([BLOCK], NO_TOKEN, tl.int32)

@@ -2,8 +2,8 @@
 
 The recipe is `reference_sampling`'s, step 6. Two logarithms for each id of a vocabulary would take longer than reading
 the logits, so they are left out where the id cannot beat the best score so far: noise = -log(e) for an e >= v, so an id
-with v > exp((logit - best score) / temperature) cannot. Of a program's tiles the n-th holds a new best with
-probability 1/n, so most of them skip the logarithms.
+with log(v) > (logit - best score) / temperature cannot, and a float's bits tell its logarithm well enough. Of a
+program's tiles the n-th holds a new best with probability 1/n, so most of them skip the logarithms.
 """
 
 from __future__ import annotations
@@ -87,28 +87,11 @@ def improve(logits, ids, score, token, heat, lag_scale, first_key, second_key):
     score, token: the best so far, -inf and NO_TOKEN if none. heat, lag_scale: as `noise_of_row` gives them.
     """
     h = noise_bits(ids, first_key, second_key)
-    can_win = uniform(h) <= 1.001 * tl.exp2((logits - _bar(score)) * lag_scale)
-    return _best_of_tile(can_win, h, logits, ids, score, token, heat)
-
-
-@triton.jit
-def improve_by_bits(logits, ids, score, token, heat, lag_scale, first_key, second_key):
-    """As `improve`, without an exponential for each id: the logarithm of v, which a float's bits tell well enough."""
-    h = noise_bits(ids, first_key, second_key)
     # Of 2**32 * v, the bits as a number are its logarithm to base 2, in units of 2**-23, from 0.09 below to none above.
     log_v = (h.to(tl.float32) + 0.5).to(tl.int32, bitcast=True).to(tl.float32)
-    can_win = log_v <= (logits - _bar(score)) * (lag_scale * _LOG_UNIT) + (127 + 32 + 0.002) * _LOG_UNIT
-    return _best_of_tile(can_win, h, logits, ids, score, token, heat)
-
-
-@triton.jit
-def _bar(score):
-    """A little below: its margin, and those of who takes it, are above what rounding does to the score and to them."""
-    return tl.maximum(score - tl.abs(score) * 1e-6, -FLOAT32_MAX)
-
-
-@triton.jit
-def _best_of_tile(can_win, h, logits, ids, score, token, heat):
+    # The margins are above what rounding does to the score and to this bound.
+    bar = tl.maximum(score - tl.abs(score) * 1e-6, -FLOAT32_MAX)
+    can_win = log_v <= (logits - bar) * (lag_scale * _LOG_UNIT) + (127 + 32 + 0.002) * _LOG_UNIT
     if tl.max(can_win.to(tl.int32), axis=0) > 0:
         scores = logits + heat * gumbel(uniform(h))
         top = tl.max(scores, axis=0)
@@ -117,16 +100,6 @@ def _best_of_tile(can_win, h, logits, ids, score, token, heat):
         token = tl.where(better, top_id, token)
         score = tl.where(better, top, score)
     return score, token
-
-
-@triton.jit
-def best_of_parts(part_score, part_token, row, parts, PARTS: tl.constexpr):
-    """The best of what a row's programs found, the smallest id among equals."""
-    part = tl.arange(0, PARTS)
-    scores = tl.load(part_score + row * parts + part, mask=part < parts, other=-_INFINITY)
-    tokens = tl.load(part_token + row * parts + part, mask=part < parts, other=NO_TOKEN)
-    top = tl.max(scores, axis=0)
-    return top, tl.min(tl.where(scores == top, tokens, NO_TOKEN), axis=0)
 
 
 @triton.jit

@@ -38,7 +38,7 @@ class Upload(NamedTuple):
     B biased ids of starting slots.
 
     row_slot, row_start, row_len: of the plan; `row_start` of a decode row is not read, as the device knows better.
-    sample_row: the rows that sample, [N]. sample_token: the index of each one's last token among the step's T.
+    sample_row: the rows that sample, ascending. sample_token: the index of each one's last token among the step's T.
     page_cell: page_slot * pages_per_seq + page_index. temperature .. num_bias: of the plan's `StartRows`.
     bias_cell: slot * MAX_BIAS_IDS + index of the id among the slot's.
     """

@@ -1,4 +1,4 @@
-"""Who computes what in a step's attention, decided on the device by one small kernel that all layers share.
+"""Who computes what in a step's attention, decided on the device once for all layers.
 
 The kernels of attention run at fixed grids inside captured graphs, while the rows of a step and their lengths are known
 to device memory only. So a list says what each program works at: ranges of keys for decode rows, tiles of queries for
@@ -15,13 +15,13 @@ Prefill: a row's tokens are cut into tiles of `tile_tokens`. R_p rows with N tok
 tile_tokens tiles, as each row has a token. Tiles are listed by falling number of keys. Sorting takes time that is
 square in the tiles; a step has tens of them, or hundreds.
 
-A list holds for one sliding window; a model whose layers have different ones builds a list for each.
+A list holds for one sliding window; a model whose layers have different ones has a list for each. `step_meta` builds
+the first, beside what else it does, `build_work_list` the others.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -48,6 +48,12 @@ TILE_WORDS = 4
 ROW_BLOCK = 256
 SORT_BLOCK = 128
 OTHERS_BLOCK = 32
+
+
+LIST_SHAPE = (
+    *("WINDOW", "TARGET", "STEP", "ALIGN", "MAX_SPLITS", "TILE", "ROWS", "LISTS"),
+    *("ITEM_WORDS", "TILE_WORDS", "SORT", "OTHERS"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,9 +157,9 @@ def build_work_list(
 
     Fixed inside a graph: all addresses and shapes, `prefill`, `split_step`.
     """
-    options: dict[str, Any] = {"launch_pdl": True} if pdl and counts.is_cuda else {}
-    step = split_step or work.split_step
-    build_kernel[(2 if prefill else 1,)](
+    pdl = pdl and counts.is_cuda
+    shape = list_shape(work, prefill=prefill, split_step=split_step)
+    build_kernel[(shape["LISTS"],)](
         counts,
         row_slot,
         row_start,
@@ -164,18 +170,19 @@ def build_work_list(
         work.sort_keys,
         work.lengths,
         page_table.shape[1] * PAGE_SIZE,
-        WINDOW=work.window or 0,
-        TARGET=work.target_items,
-        STEP=step,
-        ALIGN=min(step, SPLIT_ALIGN),
-        MAX_SPLITS=MAX_SPLITS,
-        TILE=work.tile_tokens,
-        ITEM_WORDS=ITEM_WORDS,
-        TILE_WORDS=TILE_WORDS,
-        ROWS=min(ROW_BLOCK, max(32, triton.next_power_of_2(work.max_rows))),
-        SORT=SORT_BLOCK,
-        OTHERS=OTHERS_BLOCK,
-        PDL=bool(options),
+        **shape,
+        PDL=pdl,
+        launch_pdl=pdl,
         num_warps=4,
-        **options,
     )
+
+
+def list_shape(work: WorkList | None, *, prefill: bool, split_step: int | None) -> dict[str, int]:
+    """What the kernels that list are compiled for; `LISTS` is the number of programs that do. None: they do not."""
+    if work is None:
+        return dict.fromkeys(LIST_SHAPE, 0)
+    step = split_step or work.split_step
+    rows = min(ROW_BLOCK, max(32, triton.next_power_of_2(work.max_rows)))
+    align = min(step, SPLIT_ALIGN)
+    shape = (work.window or 0, work.target_items, step, align, MAX_SPLITS, work.tile_tokens, rows, 2 if prefill else 1)
+    return dict(zip(LIST_SHAPE, (*shape, ITEM_WORDS, TILE_WORDS, SORT_BLOCK, OTHERS_BLOCK), strict=True))

@@ -1,4 +1,7 @@
-"""The kernel behind `work_list`, which see: program 0 lists ranges of decode rows, program 1 tiles of prefill rows."""
+"""The kernel behind `work_list`, which see: program 0 lists ranges of decode rows, program 1 tiles of prefill rows.
+
+`step_meta` lists in programs of its own launch, by the functions below.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +32,33 @@ def build_kernel(
     ROWS: tl.constexpr,
     SORT: tl.constexpr,
     OTHERS: tl.constexpr,
+    LISTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_wait()
-    num_decode_rows = tl.load(counts)
-    if tl.program_id(0) == 0:
+    list_work(
+        tl.program_id(0), tl.load(counts), tl.load(counts + 1), row_slot, row_start, row_len, row_token,
+        items, tiles, sort_keys, lengths, kv_capacity,
+        WINDOW, TARGET, STEP, ALIGN, MAX_SPLITS, TILE, ITEM_WORDS, TILE_WORDS, ROWS, SORT, OTHERS, LISTS,
+    )  # fmt: skip
+
+
+@triton.jit
+def list_work(
+    part, num_decode_rows, num_rows, row_slot, row_start, row_len, row_token,
+    items, tiles, sort_keys, lengths, kv_capacity,
+    WINDOW: tl.constexpr, TARGET: tl.constexpr, STEP: tl.constexpr, ALIGN: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    TILE: tl.constexpr, ITEM_WORDS: tl.constexpr, TILE_WORDS: tl.constexpr,
+    ROWS: tl.constexpr, SORT: tl.constexpr, OTHERS: tl.constexpr, LISTS: tl.constexpr,
+):  # fmt: skip
+    """List number `part` of `LISTS`, by one program."""
+    if part == 0:
         _list_decode(
             num_decode_rows, row_slot, row_start, items, lengths, kv_capacity,
             WINDOW, TARGET, STEP, ALIGN, MAX_SPLITS, ITEM_WORDS, ROWS,
         )  # fmt: skip
-    else:
-        num_rows = tl.load(counts + 1)
+    elif LISTS > 1:
         num_tiles = _cut_chunks(num_decode_rows, num_rows, row_start, row_len, sort_keys, WINDOW, TILE, ROWS)
         tl.debug_barrier()
         _list_tiles(

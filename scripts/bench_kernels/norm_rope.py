@@ -29,10 +29,12 @@ from torch import Tensor  # noqa: E402
 from asyncengine.config import MAX_STOP_IDS  # noqa: E402
 from gpu_runner.device.state import DeviceState  # noqa: E402
 from gpu_runner.kernels import norm_rope, reference  # noqa: E402
-from gpu_runner.kernels.post_update import post_update  # noqa: E402
-from gpu_runner.kernels.result_layout import TIME_WORDS, result_words, token_words  # noqa: E402
+from gpu_runner.kernels.host_ring import HostRing  # noqa: E402
+from gpu_runner.kernels.post_update import post_update_to_host  # noqa: E402
+from gpu_runner.kernels.result_layout import Results, result_words  # noqa: E402
 from gpu_runner.kernels.step_meta import new_step_meta, step_meta  # noqa: E402
 from gpu_runner.kernels.upload_layout import Upload, pack, upload_words  # noqa: E402
+from gpu_runner.kernels.work_list import allocate_work_list  # noqa: E402
 
 DEVICE = torch.device("cpu" if SMOKE else "cuda")
 DTYPE = torch.float32 if SMOKE else torch.bfloat16
@@ -178,7 +180,8 @@ def embedding_case(model: Model, rows: int) -> Case:
 
 
 def step_cases(decode_rows: int, chunk: int, bucket: int) -> list[Case]:
-    """A step of decode rows and one prefill chunk: its first kernel and its last."""
+    """A step of decode rows and one prefill chunk: its first kernel, which fetches the plan if there is no chunk, and
+    its last, which delivers the results. Both use the host's memory."""
     num_slots, pages_per_seq = (8, 4) if SMOKE else (512, 512)
     rows = decode_rows + (chunk > 0)
     state = DeviceState(num_slots=num_slots, pages_per_seq=pages_per_seq, device=DEVICE)
@@ -224,17 +227,35 @@ def step_cases(decode_rows: int, chunk: int, bucket: int) -> list[Case]:
         bias_value=ones[:0],
     )
     words = upload_words(num_slots=num_slots, pages_per_seq=pages_per_seq, max_step_tokens=bucket)
-    host = np.zeros(words, dtype=np.int32)
-    used = pack(upload, host)
-    device_upload = torch.from_numpy(host).to(DEVICE)
+    host = torch.zeros(words, dtype=torch.int32, pin_memory=not SMOKE)
+    used = pack(upload, host.numpy())
+    device_upload = host.to(DEVICE)
     sampled = torch.arange(rows, dtype=torch.int32, device=DEVICE) + 5
-    results = torch.empty(result_words(num_slots), dtype=torch.int32, device=DEVICE)
+    results = torch.zeros(result_words(num_slots), dtype=torch.int32, pin_memory=not SMOKE)
+    ring = HostRing.allocate(1, DEVICE)
+    ring.connect([(host, results)])
+    work = allocate_work_list(
+        max_rows=num_slots,
+        max_tokens=max(bucket, num_slots),
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=16,
+        window=None,
+        device=DEVICE,
+    )
 
     def start(index: int, pdl: bool, config: Config) -> None:
-        step_meta(device_upload, state, meta, page_tokens, num_tokens=bucket, pdl=pdl)
+        step_meta(
+            *(device_upload, state, meta, page_tokens),
+            num_tokens=bucket,
+            ring=None if chunk else ring,
+            work=work,
+            prefill=chunk > 0,
+            pdl=pdl,
+        )
 
     def end(index: int, pdl: bool, config: Config) -> None:
-        post_update(sampled, state, meta, results, pdl=pdl)
+        post_update_to_host(sampled, state, meta, ring, device_upload, num_slots=num_slots, pdl=pdl)
 
     def start_error() -> float:
         meta.positions.fill_(-7)
@@ -246,9 +267,12 @@ def step_cases(decode_rows: int, chunk: int, bucket: int) -> list[Case]:
     def end_error() -> float:
         results.fill_(-7)
         end(0, not SMOKE, {})
-        expected = [*range(5, 5 + rows), *[-1] * (num_slots - rows), *[0] * num_slots]
-        tokens = results[TIME_WORDS : token_words(num_slots)].tolist()
-        return float(sum(a != b for a, b in zip(tokens, expected, strict=True)))
+        if not SMOKE:
+            torch.cuda.synchronize()
+        tokens = Results.of(results).tokens.tolist()
+        return float(
+            sum(a != b for a, b in zip(tokens, [*range(5, 5 + rows), *[-7] * (num_slots - rows)], strict=True))
+        )
 
     name = f"{decode_rows}+{chunk}"
     return [

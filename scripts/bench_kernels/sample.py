@@ -77,7 +77,7 @@ MORE_KINDS = (
     Kind("flat k 2000", True, {"top_k": 2000}, flat=True),
     Kind("min-p 0.05", True, {"min_p": 0.05}),
 )
-"""Timed at the most rows only."""
+"""Timed at the most rows only: what is rare, or takes more rounds than most."""
 
 
 class Case:

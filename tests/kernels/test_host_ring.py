@@ -65,7 +65,7 @@ def test_steps_take_the_buffers_in_turn_and_as_many_words_as_each_has(num_tokens
         assert (ring.results[turn][words:] == POISON).all()
         for other in range(DEPTH):
             assert other == turn or (ring.results[other] == POISON).all()
-        assert ring.device.turn.item() == (turn + 1) % DEPTH
+        assert ring.device.next_upload.item() == ring.uploads[(turn + 1) % DEPTH].data_ptr()
 
 
 def test_before_the_ring_is_connected_nothing_is_read_or_written_and_no_turn_passes() -> None:
@@ -80,7 +80,7 @@ def test_before_the_ring_is_connected_nothing_is_read_or_written_and_no_turn_pas
     ring.step(results, 1)
     assert torch.equal(ring.inputs.cpu(), plan)
     assert (ring.results[0] == 1).all()
-    assert ring.device.turn.item() == 1
+    assert ring.device.next_upload.item() == ring.uploads[1].data_ptr()
 
 
 def test_connecting_again_begins_with_the_first_buffer() -> None:

@@ -19,11 +19,12 @@ from gpu_runner.device.sampling_path import SamplingPaths
 from gpu_runner.device.state import DeviceState
 from gpu_runner.device.step import Step
 from gpu_runner.device.token_masks import TokenMasks
+from gpu_runner.kernels.host_ring import HostRing
 from gpu_runner.kernels.ops import BatchMeta
-from gpu_runner.kernels.post_update import FINISH_LENGTH, FINISH_STOP, post_update
-from gpu_runner.kernels.result_layout import Results, result_words
+from gpu_runner.kernels.post_update import FINISH_LENGTH, FINISH_STOP, post_update, post_update_to_host
+from gpu_runner.kernels.result_layout import Results, result_words, token_words
 from gpu_runner.kernels.step_meta import StepMeta, new_step_meta, step_meta
-from gpu_runner.kernels.upload_layout import upload_words
+from gpu_runner.kernels.upload_layout import HEADER_WORDS, TURN_WORD, upload_words
 
 
 def device_int32(*values: int) -> Tensor:
@@ -131,6 +132,53 @@ def test_more_rows_and_samples_than_one_program_takes() -> None:
     assert state.kv_len.tolist() == ends
     assert state.last_token.tolist() == [expected.get(by_slot[slot], 7) for slot in range(rows)]
     assert state.done.tolist() == [bool(was_done[by_slot[s]] or finish.get(by_slot[s], 0)) for s in range(rows)]
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_results_go_to_the_turns_host_buffer_for_the_rows_that_there_are(connected: bool) -> None:
+    num_slots, rows, turn = 80, 70, 1
+    ring = HostRing.allocate(3, DEVICE)
+    hosts = [
+        torch.full((result_words(num_slots),), -7, dtype=torch.int32, pin_memory=DEVICE.type == "cuda")
+        for _ in range(3)
+    ]
+    plans = [torch.zeros(1, dtype=torch.int32) for _ in hosts]
+    if connected:
+        ring.connect(list(zip(plans, hosts, strict=True)))
+    inputs = torch.zeros(HEADER_WORDS, dtype=torch.int32, device=DEVICE)
+    inputs[TURN_WORD] = turn
+    state = running_state(num_slots)
+    state.stop_ids[9, 3] = 2009
+    was_done = [int(row == 40) for row in range(rows)]
+    every = list(range(rows))
+    meta = meta_of(
+        row_slot=every, row_start=every, row_len=[1] * rows, was_done=was_done, sample_row=every, size=num_slots
+    )
+    meta.begin_time.fill_(5)
+    sampled = device_int32(*range(2000, 2000 + num_slots))
+    post_update_to_host(sampled, state, meta, ring, inputs, num_slots=num_slots)
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    assert state.kv_len.tolist() == [7 if row == 40 else row + 1 for row in range(rows)] + [7] * (num_slots - rows)
+    tokens = [-1 if was_done[row] else 2000 + row for row in range(rows)]
+    assert state.last_token.tolist() == [7 if row == 40 else tokens[row] for row in range(rows)] + [7] * 10
+    assert state.done.nonzero().flatten().tolist() == [9]
+    expected = torch.full((result_words(num_slots),), -7, dtype=torch.int32)
+    if connected:
+        parts = Results.of(hosts[turn])
+        assert int(parts.times[0]) == 5
+        expected[:4] = hosts[turn][:4]
+        Results.of(expected).tokens[:rows] = torch.tensor(tokens)
+        Results.of(expected).finish[:rows] = torch.tensor([int(row == 9) for row in range(rows)])
+    assert torch.equal(hosts[turn], expected)
+    assert all((hosts[other] == -7).all() for other in (0, 2))
+    assert ring.next_upload.item() == (plans[2].data_ptr() if connected else 0)
+    if connected:
+        inputs[TURN_WORD] = 2
+        sampled = sampled.clone()  # so that a launch stands between the turn's and the one that reads it early
+        post_update_to_host(sampled, state, meta, ring, inputs, num_slots=num_slots)
+        assert ring.next_upload.item() == plans[0].data_ptr()
+        assert (hosts[2][token_words(num_slots) :] == -7).all()
 
 
 def test_the_times_of_a_step_are_in_order_on_a_gpu_and_zero_under_the_interpreter() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from asyncengine.config import MAX_STOP_IDS
 from gpu_runner.device.state import DeviceState
-from gpu_runner.kernels import reference_sampling, sample
+from gpu_runner.kernels import reference_sampling
 from gpu_runner.kernels.reference_sampling import SamplingRows
 from gpu_runner.kernels.sample import Sampler, Tiling
 from gpu_runner.kernels.sample_noise import gumbel, noise_bits, noise_keys, uniform
@@ -252,9 +251,10 @@ def test_more_candidates_than_have_a_place_are_found_in_the_row(candidates: int)
     assert torch.equal(drawn(logits, step, filtered=True, candidates=candidates), expected)
 
 
+@pytest.mark.parametrize("rounds", [1, 2, 4])
 @pytest.mark.parametrize("programs", [1, 60])
-def test_filters_that_keep_few_ids_or_most_of_them_draw_the_token_of_the_reference(programs: int) -> None:
-    settings: list[Setting] = [
+def test_proposals_that_the_filters_reject_are_followed_by_others(rounds: int, programs: int) -> None:
+    kinds: list[Setting] = [
         {"top_p": 0.001},
         {"top_p": 0.1},
         {"top_p": 0.5},
@@ -264,9 +264,9 @@ def test_filters_that_keep_few_ids_or_most_of_them_draw_the_token_of_the_referen
         {"top_k": 800, "min_p": 0.7},
         {"top_k": 1000, "top_p": 0.4},
     ]
-    step = step_of(settings)
-    logits = random_logits(len(settings), 1500, seed=12, scale=0.5)
-    tiling = Tiling(block=256, num_warps=4, stages=1, programs=programs)
+    step = step_of(kinds)
+    logits = random_logits(len(kinds), 1500, seed=12, scale=0.5)
+    tiling = Tiling(block=256, num_warps=4, stages=1, programs=programs, rounds=rounds)
     expected = reference_sampling.sample(logits, step.rows, filtered=True)
     assert torch.equal(drawn(logits, step, filtered=True, tiling=tiling), expected)
 
@@ -282,39 +282,6 @@ def test_calls_leave_nothing_behind_that_changes_the_next_ones() -> None:
         expected = reference_sampling.sample(logits[:5], step.rows, filtered=seed != 2)
         assert torch.equal(out[:5].cpu().to(torch.int64), expected)
         assert out[5:].tolist() == [0, 0]
-
-
-@dataclass
-class Launches:
-    """Stands in for a kernel: notes how many programs each launch has, and runs none."""
-
-    programs: list[int]
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        self.programs.append(math.prod(grid))
-        return lambda *args, **kwargs: None
-
-
-@pytest.mark.parametrize("vocab", [VOCAB, 49152, 151936])
-def test_the_scratch_has_a_place_for_every_program_at_any_number_of_rows(
-    vocab: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launches = Launches([])
-    for name in [name for name in vars(sample) if name.endswith("_kernel")]:
-        monkeypatch.setattr(sample, name, launches)
-    meta = torch.device("meta")
-    state = DeviceState(num_slots=1, pages_per_seq=1, device=meta)
-    step_meta = new_step_meta(max_rows=1, max_tokens=1, device=meta)
-    for rows in (*range(1, 130), 255, 256, 257, 511, 512, 1057, 4096):
-        sampler = Sampler(max_rows=rows, vocab=vocab, device=meta)
-        logits, out = torch.empty(rows, vocab, device=meta), torch.empty(rows, dtype=torch.int32, device=meta)
-        launches.programs.clear()
-        sampler.greedy(logits, state, step_meta, out, bans_stop_ids=False)
-        for filtered in (False, True):
-            sampler.sample(logits, state, step_meta, out, filtered=filtered, bans_stop_ids=False)
-        assert len(launches.programs) == 7
-        places = min(len(sampler._part_best), len(sampler._part_score), len(sampler._part_token))
-        assert rows <= max(launches.programs) <= places
 
 
 def test_ids_that_tie_with_the_threshold_all_stay() -> None:

@@ -13,8 +13,10 @@ from torch import Tensor
 from asyncengine.config import MAX_BIAS_IDS, MAX_STOP_IDS, PAGE_SIZE
 from gpu_runner.device.state import DeviceState
 from gpu_runner.device.upload_views import START_SECTIONS
-from gpu_runner.kernels.step_meta import StepMeta, new_step_meta, step_meta
-from gpu_runner.kernels.upload_layout import HEADER_WORDS
+from gpu_runner.kernels.host_ring import HostRing
+from gpu_runner.kernels.step_meta import FETCH_BLOCK, StepMeta, new_step_meta, step_meta
+from gpu_runner.kernels.upload_layout import HEADER_WORDS, USED_WORDS_WORD
+from gpu_runner.kernels.work_list import WorkList, allocate_work_list, build_work_list
 from gpu_runner.schedule.plan import StepPlan
 
 PAGES_PER_SEQ = 5
@@ -220,6 +222,97 @@ def test_more_rows_tokens_starts_and_pages_than_one_program_takes(num_decode_row
     decoded = [7] * num_decode_rows  # the poisoned state's last token
     assert meta.token_ids.tolist() == [*decoded, *range(len(plan.prefill_tokens)), 0, 0, 0, 0, 0]
     assert meta.sample_token.tolist()[:rows] == (first_token + plan.row_len - 1).tolist()
+
+
+def random_plan(*, num_decode_rows: int, num_prefill: int, num_slots: int, pages_per_seq: int) -> StepPlan:
+    generator = np.random.default_rng(num_decode_rows)
+    slots = generator.permutation(num_slots).astype(np.int32)[: num_decode_rows + num_prefill]
+    lengths = generator.integers(1, 40, num_prefill).astype(np.int32)
+    cells = np.arange(num_slots * pages_per_seq, dtype=np.int32)
+    return empty_plan(
+        num_decode_rows=num_decode_rows,
+        row_slot=slots,
+        row_start=generator.integers(0, 40, len(slots)).astype(np.int32),
+        row_len=np.concatenate((np.ones(num_decode_rows, np.int32), lengths)),
+        row_samples=np.ones(len(slots), np.bool_),
+        prefill_tokens=np.arange(lengths.sum(), dtype=np.int32),
+        page_slot=cells // pages_per_seq,
+        page_index=cells % pages_per_seq,
+        page_id=cells + 1,
+    )
+
+
+@pytest.mark.parametrize(("num_decode_rows", "num_prefill"), [(3, 0), (290, 0), (0, 4), (280, 5)])
+def test_work_is_listed_beside_as_it_is_by_a_launch_of_its_own(num_decode_rows: int, num_prefill: int) -> None:
+    num_slots, pages_per_seq = 300, 4
+    plan = random_plan(
+        num_decode_rows=num_decode_rows, num_prefill=num_prefill, num_slots=num_slots, pages_per_seq=pages_per_seq
+    )
+    state = poisoned_state(num_slots, pages_per_seq)
+    state.kv_len[:] = torch.arange(num_slots, device=DEVICE) * 7 % 64
+    bucket, prefill = plan.num_tokens, num_prefill > 0
+    meta = new_step_meta(max_rows=num_slots, max_tokens=bucket, device=DEVICE)
+    page_tokens = torch.zeros(num_slots * pages_per_seq + 1, PAGE_SIZE, dtype=torch.int32, device=DEVICE)
+    beside, alone = (
+        allocate_work_list(
+            max_rows=num_slots, max_tokens=max(bucket, num_slots), num_heads=4, num_kv_heads=2, head_dim=16,
+            window=None, device=DEVICE, target_programs=8, tile_rows=16, split_step=16,
+        )
+        for _ in range(2)
+    )  # fmt: skip
+    poison(meta)
+    upload = uploaded(plan, num_slots=num_slots, pages_per_seq=pages_per_seq)
+    step_meta(upload, state, meta, page_tokens, num_tokens=bucket, work=beside, prefill=prefill, split_step=32)
+    rows = (meta.counts, meta.row_slot, meta.row_start, meta.row_len, meta.row_token)
+    counts, row_slot, row_start, row_len, row_token = (tensor.clone() for tensor in rows)
+    build_work_list(
+        alone, counts=counts, row_slot=row_slot, row_start=row_start, row_len=row_len, row_token=row_token,
+        page_table=state.page_table, prefill=prefill, split_step=32,
+    )  # fmt: skip
+    assert alone.lengths.sum() > 0
+    assert meta.row_len.tolist() == [*plan.row_len, *[0] * (num_slots - plan.num_rows)]
+    for name in ("lengths", "items", "tiles"):
+        assert torch.equal(getattr(beside, name), getattr(alone, name)), name
+
+
+def list_for(num_slots: int) -> WorkList:
+    return allocate_work_list(
+        max_rows=num_slots, max_tokens=num_slots, num_heads=2, num_kv_heads=1, head_dim=16, window=None, device=DEVICE
+    )
+
+
+@pytest.mark.parametrize(("num_slots", "pages_per_seq", "num_tokens"), [(5, 2, 4), (5, 9, 4), (300, 9, 300)])
+def test_a_plan_is_fetched_from_the_turns_host_buffer_however_long_it_is(
+    num_slots: int, pages_per_seq: int, num_tokens: int
+) -> None:
+    plan = random_plan(num_decode_rows=num_tokens, num_prefill=0, num_slots=num_slots, pages_per_seq=pages_per_seq)
+    plan_words = uploaded(plan, num_slots=num_slots, pages_per_seq=pages_per_seq).cpu()
+    used = int(plan_words[USED_WORDS_WORD])
+    assert (used > FETCH_BLOCK) == (num_slots == 300)
+    assert (used > HEADER_WORDS + 8 * num_tokens + 16) == (pages_per_seq == 9)
+    hosts = [torch.full_like(plan_words, -9, pin_memory=DEVICE.type == "cuda") for _ in range(3)]
+    hosts[1].copy_(plan_words)
+    ring = HostRing.allocate(3, DEVICE)
+    ring.connect([(host, torch.zeros(1, dtype=torch.int32)) for host in hosts])
+    ring.next_upload.copy_(ring.uploads[1:2])
+    page_tokens = torch.zeros(num_slots * pages_per_seq + 1, PAGE_SIZE, dtype=torch.int32, device=DEVICE)
+    found = []
+    for fetches in (True, False):
+        state = poisoned_state(num_slots, pages_per_seq)
+        state.done[:] = False
+        upload = torch.full_like(plan_words, -5) if fetches else plan_words
+        upload = upload.to(DEVICE)
+        meta = new_step_meta(max_rows=num_slots, max_tokens=num_tokens, device=DEVICE)
+        poison(meta)
+        step_meta(
+            upload, state, meta, page_tokens, num_tokens=num_tokens, ring=ring if fetches else None,
+            work=list_for(num_slots), prefill=False,
+        )  # fmt: skip
+        assert torch.equal(upload[:used].cpu(), plan_words[:used])
+        laid_out = {item.name: getattr(meta, item.name).tolist() for item in fields(StepMeta)[1:]}
+        found.append((laid_out, state.page_table.tolist()))
+    assert found[0] == found[1]
+    assert found[0][0]["counts"] == [num_tokens] * 4
 
 
 def test_a_plan_of_nothing_leaves_the_state_and_marks_everything_as_padding() -> None:

@@ -1,0 +1,101 @@
+"""Which graphs a step replays, without a GPU: the graphs are replaced by notes of their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.random_model import write_config
+
+from gpu_runner.device.buffers import PackedStep
+from gpu_runner.device.graph_step import GraphStep, Uncaptured
+from gpu_runner.device.memory import allocate_kv_cache
+from gpu_runner.device.sampling_path import SamplingPath
+from gpu_runner.device.state import DeviceState
+from gpu_runner.kernels.cuda_ops import CudaOps
+from gpu_runner.kernels.upload_layout import upload_words
+from gpu_runner.models.registry import random_model
+from gpu_runner.schedule.buckets import bucket_for, token_buckets
+
+CPU = torch.device("cpu")
+STEP_TOKENS = 256
+GREEDY = SamplingPath(greedy=True, filtered=False, bans_stop_ids=False)
+SAMPLE = SamplingPath(greedy=False, filtered=False, bans_stop_ids=False)
+FILTERED = SamplingPath(greedy=False, filtered=True, bans_stop_ids=False)
+FULL = SamplingPath(greedy=True, filtered=False, bans_stop_ids=False, logprobs=True)
+
+
+class Notes:
+    """A step of which only the choice of graphs runs; `replayed` lists what a real one would replay."""
+
+    def __init__(self, folder: Path, max_rows: int) -> None:
+        model = write_config(
+            folder, vocab_size=60, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=16,
+        )  # fmt: skip
+        decoder = random_model(model, device=CPU, dtype=torch.float32, ops=CudaOps(CPU, pdl=False))
+        self.step = GraphStep(
+            decoder=decoder,
+            model=decoder.config,
+            kv_cache=allocate_kv_cache(decoder.config, 2, torch.float32, CPU),
+            state=DeviceState(num_slots=max_rows, pages_per_seq=1, device=CPU),
+            max_rows=max_rows,
+            max_step_tokens=STEP_TOKENS,
+            upload_words=upload_words(num_slots=max_rows, pages_per_seq=1, max_step_tokens=STEP_TOKENS),
+            dtype=torch.float32,
+            graphs=False,
+            pdl=False,
+        )
+        self.replayed: list[str] = []
+        for kind in self.step.works():
+            for work, keep in kind:
+                keep(Uncaptured(partial(self._note, work)))
+
+    def _note(self, work: Callable[[], None]) -> None:
+        """Its name is that of the method that makes the work."""
+        self.replayed.append(work.__qualname__.split(".")[1])
+
+    def run(self, path: SamplingPath, *, decode: int, prefill: int, samples: int) -> list[str]:
+        self.replayed.clear()
+        rows = np.ones(decode + (prefill > 0), np.int32)
+        self.step.run(
+            PackedStep(
+                turn=0,
+                words=0,
+                result_words=0,
+                bucket=bucket_for(token_buckets(STEP_TOKENS), decode + prefill),
+                path=path,
+                num_decode_rows=decode,
+                num_tokens=decode + prefill,
+                num_samples=samples,
+                row_start=rows,
+                row_len=rows,
+            )
+        )
+        return list(self.replayed)
+
+
+TWO = ["_forward_work", "_finish_work"]
+ONE = ["_decode_work"]
+
+
+@pytest.mark.parametrize("max_rows", [1, 5, 200])
+def test_steps_of_few_rows_that_all_decode_are_one_graph(tmp_path: Path, max_rows: int) -> None:
+    notes = Notes(tmp_path, max_rows)
+    for rows in {1, 2, 5, 50, 64, 65, 200} & set(range(max_rows + 1)):
+        for path in (GREEDY, SAMPLE):
+            assert notes.run(path, decode=rows, prefill=0, samples=rows) == (ONE if rows <= 64 else TWO)
+        for path in (FILTERED, FULL):
+            assert notes.run(path, decode=rows, prefill=0, samples=rows) == TWO
+
+
+def test_steps_with_prefill_are_two_graphs(tmp_path: Path) -> None:
+    notes = Notes(tmp_path, 8)
+    assert notes.run(GREEDY, decode=0, prefill=1, samples=1) == TWO
+    assert notes.run(GREEDY, decode=3, prefill=1, samples=4) == TWO
+    assert notes.run(GREEDY, decode=3, prefill=5, samples=3) == TWO
+    assert notes.run(GREEDY, decode=0, prefill=5, samples=0) == TWO
