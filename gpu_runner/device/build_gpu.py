@@ -38,6 +38,7 @@ from gpu_runner.kernels.upload_layout import upload_words
 from gpu_runner.models.config import ModelConfig
 from gpu_runner.models.decoder import Decoder
 from gpu_runner.models.registry import sketch_model
+from gpu_runner.models.weights import linear_shapes
 
 META = torch.device("meta")
 TOKEN_ID_BYTES = 4 * PAGE_SIZE
@@ -80,7 +81,7 @@ class GpuBuild:
         """load: makes the model over these operations. Raises `StartupError` where memory does not suffice."""
         use_writable_cache()
         with KernelCompiler(self._rehearse, threads=usable_cores()) as compiler:
-            decoder = load(CudaOps(self._device, pdl=self._pdl))
+            decoder = load(self._ops(self._device))
             kernels = compiler.wait(partial(self._progress, "compiling kernels"))
         stream = make_stream(self._device)
         step = self._make_step(decoder, self._model, self._device, num_pages=1)
@@ -191,7 +192,7 @@ class GpuBuild:
         memory: a kernel depends on the size of the cache by its strides, on its layer by nothing."""
         windows = tuple(dict.fromkeys(self._model.layer_windows))
         model = replace(self._model, num_layers=len(windows), layer_windows=windows)
-        decoder = sketch_model(model, dtype=self._dtype, ops=CudaOps(META, pdl=self._pdl))
+        decoder = sketch_model(model, dtype=self._dtype, ops=self._ops(META))
         tokens = self._config.kv_cache_tokens
         room = self._memory.limit // page_bytes(self._model, self._dtype)
         pages = room if tokens is None else tokens // PAGE_SIZE + 1
@@ -199,6 +200,11 @@ class GpuBuild:
         for kind in step.works():
             for work, _ in kind:
                 work()
+
+    def _ops(self, device: torch.device) -> CudaOps:
+        return CudaOps.for_weights(
+            linear_shapes(self._model), max_tokens=self._step_tokens, device=device, pdl=self._pdl
+        )
 
     def _make_step(self, decoder: Decoder, model: ModelConfig, device: torch.device, *, num_pages: int) -> GraphStep:
         return GraphStep(

@@ -6,7 +6,7 @@ Tensors that a call returns come from torch's allocator: inside a capture, from 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,14 +18,10 @@ from gpu_runner.kernels import linear, norm_rope
 from gpu_runner.kernels.attention_decode import decode_attention
 from gpu_runner.kernels.attention_fused import MAX_ROWS, can_fuse, fused_decode_attention
 from gpu_runner.kernels.attention_prefill import prefill_attention
-from gpu_runner.kernels.linear_config import NUM_PROGRAMS, FmaConfig, LinearConfig, choose
+from gpu_runner.kernels.linear_config import FmaConfig, LinearConfig, choose, largest_scratch
 from gpu_runner.kernels.reference import rope_cos_sin
 from gpu_runner.kernels.step_meta import StepMeta
 from gpu_runner.kernels.work_list import WorkList
-
-MAX_SPLIT_TILES = 2 * NUM_PROGRAMS
-MAX_SPLIT_VALUES = 2 * NUM_PROGRAMS * 64 * 64
-"""Products are split only while tiles x parts, of up to 64 rows by 64 tokens, are at most two programs to an SM."""
 
 
 def _chosen(x: Tensor, weight: Tensor) -> LinearConfig | None:
@@ -51,16 +47,25 @@ class CudaOps:
         self,
         device: torch.device,
         *,
+        scratch: linear.SplitScratch | None = None,
         pdl: bool = True,
         choose: Callable[[Tensor, Tensor], LinearConfig | None] = _chosen,
     ) -> None:
-        """choose: how to compute x @ weight.T, of x and weight; None: with cuBLAS."""
+        """scratch: large enough for what `choose` names, None where that shares no tiles. choose: how to compute
+        x @ weight.T, of x and weight; None: with cuBLAS."""
         self._pdl = pdl
         self._rotation: tuple[Tensor, Tensor] | None = None
         self._choose = choose
-        self._scratch = linear.SplitScratch.allocate(
-            max_values=MAX_SPLIT_VALUES, max_tiles=MAX_SPLIT_TILES, device=device
-        )
+        self._scratch = scratch
+
+    @classmethod
+    def for_weights(
+        cls, shapes: Iterable[tuple[int, int]], *, max_tokens: int, device: torch.device, pdl: bool = True
+    ) -> CudaOps:
+        """For a model whose linear layers, the head too, have weights of these shapes, [N, K]."""
+        values, tiles = largest_scratch(shapes, max_tokens)
+        scratch = linear.SplitScratch.allocate(max_values=values, max_tiles=tiles, device=device)
+        return cls(device, scratch=scratch, pdl=pdl)
 
     def embed(self, token_ids: Tensor, embedding: Tensor) -> Tensor:
         return norm_rope.embedding(token_ids, embedding, pdl=self._pdl)

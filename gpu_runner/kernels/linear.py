@@ -20,13 +20,23 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gpu_runner.kernels.linear_config import DotConfig, FmaConfig, LinearConfig
+from gpu_runner.kernels.linear_config import (
+    MIN_PART_BLOCKS,
+    DotConfig,
+    FmaConfig,
+    LinearConfig,
+    TileConfig,
+    scratch_size,
+)
 from gpu_runner.kernels.linear_dot import linear_dot_kernel
 from gpu_runner.kernels.linear_fma import linear_fma_kernel
 from gpu_runner.kernels.linear_tile import linear_tile_kernel
 
 MIN_DOT_TOKENS = 16
 """Tokens that a tensor-core product is padded to."""
+
+FINISH_VALUES = 64
+"""Of a thread, of the parts of a shared tile that are added at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +49,7 @@ class SplitScratch:
 
     @classmethod
     def allocate(cls, *, max_values: int, max_tiles: int, device: torch.device | str) -> SplitScratch:
-        """max_values: the largest split_k * T * N. max_tiles: the most tiles. Nothing for splits of 1."""
+        """For linears that `linear_config.scratch_size` says need no more."""
         return cls(
             partials=torch.empty(max_values, dtype=torch.float32, device=device),
             arrivals=torch.zeros(max_tiles, dtype=torch.int32, device=device),
@@ -162,15 +172,7 @@ def _launch(
     elif isinstance(config, DotConfig):
         _launch_dot(x, weight, bias, out, config, scratch, options)
     else:
-        linear_tile_kernel[(triton.cdiv(n, config.rows) * triton.cdiv(len(x), config.tokens),)](
-            TensorDescriptor.from_tensor(x, [config.tokens, config.block_k]),
-            TensorDescriptor.from_tensor(weight, [config.rows // 2 if gate_up else config.rows, config.block_k]),
-            *(bias, out, len(x)),
-            TOKENS=config.tokens,
-            STAGES=config.stages,
-            GROUP=config.group,
-            **options,
-        )
+        _launch_tile(x, weight, bias, out, config, scratch, options)
 
 
 def _launch_dot(
@@ -185,9 +187,8 @@ def _launch_dot(
     num_tokens, n = len(x), len(weight)
     tokens = min(config.tokens, max(MIN_DOT_TOKENS, triton.next_power_of_2(num_tokens)))
     token_tiles = triton.cdiv(num_tokens, tokens)
-    tiles = triton.cdiv(n, config.rows) * token_tiles
-    partials, arrivals = _scratch_for(config, num_tokens, n, tiles, scratch)
-    linear_dot_kernel[(tiles, config.split_k)](
+    partials, arrivals = _parts_of(scratch, config, x, weight) if config.split_k > 1 else (None, None)
+    linear_dot_kernel[(triton.cdiv(n, config.rows) * token_tiles, config.split_k)](
         *(x, weight, bias, out, partials, arrivals, num_tokens),
         TOKENS=tokens,
         STAGES=config.stages,
@@ -199,14 +200,44 @@ def _launch_dot(
     )
 
 
-def _scratch_for(
-    config: DotConfig, num_tokens: int, n: int, tiles: int, scratch: SplitScratch | None
-) -> tuple[Tensor | None, Tensor | None]:
-    if config.split_k == 1:
-        return None, None
-    values = config.split_k * num_tokens * n
+def _launch_tile(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    config: TileConfig,
+    scratch: SplitScratch | None,
+    options: dict[str, Any],
+) -> None:
+    token_tiles, row_tiles = triton.cdiv(len(x), config.tokens), triton.cdiv(len(weight), config.rows)
+    members = _members(config, len(x), *weight.shape)
+    partials, arrivals = _parts_of(scratch, config, x, weight) if members else (None, None)
+    halves = 2 if options["GATE_UP"] else 1
+    linear_tile_kernel[(token_tiles * (members or row_tiles),)](
+        TensorDescriptor.from_tensor(x, [config.tokens, config.block_k]),
+        TensorDescriptor.from_tensor(
+            weight.view(halves, -1, weight.shape[1]), [halves, config.rows // halves, config.block_k]
+        ),
+        *(weight, bias, out, partials, arrivals, len(x)),
+        TOKENS=config.tokens,
+        STAGES=config.stages,
+        GROUP=config.group,
+        PREFETCH_K=config.prefetch_k if options["PDL"] else 0,
+        FINISH_TOKENS=min(config.tokens, FINISH_VALUES * 32 * config.num_warps // config.rows),
+        SHARED=members > 0,
+        **options,
+    )
+
+
+def _members(config: TileConfig, tokens: int, n: int, k: int) -> int:
+    """To how many programs the row tiles of each tile of tokens are shared out; 0 where each tile has one."""
+    row_tiles = triton.cdiv(n, config.rows)
+    most = max(row_tiles, row_tiles * triton.cdiv(k, config.block_k) // MIN_PART_BLOCKS)
+    return min(config.programs // triton.cdiv(tokens, config.tokens), most)
+
+
+def _parts_of(scratch: SplitScratch | None, config: LinearConfig, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    values, tiles = scratch_size(config, len(x), len(weight))
     if scratch is None or scratch.partials.numel() < values or scratch.arrivals.numel() < tiles:
-        raise ValueError(
-            f"{config.split_k} parts of {num_tokens} x {n} need a scratch of {values} values, {tiles} tiles"
-        )
+        raise ValueError(f"{config} of {len(x)} x {len(weight)} needs a scratch of {values} values, {tiles} tiles")
     return scratch.partials, scratch.arrivals

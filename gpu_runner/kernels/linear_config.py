@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -53,6 +54,8 @@ class TileConfig:
     stages: int  # of shared memory
     num_warps: int
     group: int  # tiles of tokens that are computed together, row tile after row tile
+    programs: int = 0  # that share all tiles, at most; one for each tile if these are too few for the tiles of tokens
+    prefetch_k: int = 0  # weights of each row sent for, to L2, before the PDL wait: a power of two from 64, or 0
 
 
 LinearConfig = FmaConfig | DotConfig | TileConfig
@@ -62,7 +65,14 @@ _PAIRED = replace(_DEEP, stages=4)  # two programs fit on an SM
 _NARROW = DotConfig(rows=32, block_k=128, stages=4, num_warps=4, prefetch_k=512)
 _WIDE = DotConfig(rows=128, block_k=64, stages=5, num_warps=8, prefetch_k=256, weight_first=True)
 _SHALLOW_TILE = TileConfig(tokens=128, rows=128, block_k=64, stages=3, num_warps=4, group=16)
-_TILE = TileConfig(tokens=128, rows=256, block_k=64, stages=4, num_warps=8, group=8)
+_TILE = TileConfig(tokens=128, rows=256, block_k=64, stages=3, num_warps=8, group=16)
+# Few programs to an SM, that share all tiles: 128, into which K divides evenly.
+_SHARED_DEEP = TileConfig(
+    tokens=64, rows=32, block_k=128, stages=8, num_warps=4, group=16, programs=128, prefetch_k=512
+)
+_SHARED_NARROW = replace(_SHARED_DEEP, rows=64, stages=6)
+_SHARED = replace(_SHARED_DEEP, rows=128, stages=4, prefetch_k=256)
+_SHARED_WIDE = replace(_SHARED, tokens=128, block_k=64, stages=6, num_warps=8)
 _SMALL = DotConfig(rows=16, block_k=64, stages=4, num_warps=2, split_k=2, prefetch_k=512)
 
 # From the output of `scripts/bench_kernels/linear.py` and `prefill_gate_up.py` for Qwen3-0.6B and Llama-3.1-8B; K below
@@ -88,23 +98,29 @@ CUTS: tuple[tuple[int, int, int, LinearConfig | None], ...] = (
     (4, 2048, 2048, FmaConfig(rows=2, block_k=1024, depth=2, num_warps=4)),
     (32, 3072, 2048, replace(_DEEP, split_k=8)),
     (16, 1024, MIN_HEAD_ROWS - 1, _DEEP),
-    (64, 1024, 4096, _DEEP),
-    (64, 1024, MIN_HEAD_ROWS - 1, _PAIRED),
+    (32, 1024, 4096, _DEEP),
+    (32, 1024, MIN_HEAD_ROWS - 1, _PAIRED),
     (32, ANY, 4096, replace(_PAIRED, split_k=4)),
     (32, 4096, 8192, _DEEP),
     (32, ANY, ANY, _PAIRED),
-    # From 33 tokens on cuBLAS has good kernels for products that are about square.
+    # From 33 tokens on programs share tiles that would otherwise be too few, or cuBLAS has good kernels.
+    (64, 1024, 4096, _SHARED_DEEP),
+    (64, 1024, MIN_HEAD_ROWS - 1, _DEEP),
+    (64, 2048, 2048, replace(_NARROW, split_k=4)),
     (64, 2048, 4096, None),
     (64, 3072, 2048, replace(_PAIRED, split_k=4)),
     (64, 4096, 4096, None),
     (64, 4096, 8192, _DEEP),
-    (64, ANY, 8192, replace(_NARROW, split_k=2)),
+    (64, ANY, 8192, replace(_DEEP, split_k=2)),
     (64, ANY, ANY, _WIDE),
-    # From 65 on the tokens themselves become traffic, and tiles are wide enough for its kernels.
-    (128, 1024, 4096, None),
-    (128, 1024, MIN_HEAD_ROWS - 1, replace(_PAIRED, tokens=128)),
+    # From 65 on the tokens themselves become traffic, and tiles are wide enough for cuBLAS's kernels.
+    (128, 1024, 4096, _SHARED_NARROW),
+    (383, 1024, 4096, _SHARED),
+    (383, 3072, 2048, _SHARED_DEEP),
+    (128, 4096, 4096, _SHARED_NARROW),
     (511, ANY, ANY, None),
     # Gate and up rows together, whose product is large: its SiLU is worth more than what a tile loses to cuBLAS.
+    (767, 1024, 4096, _SHARED_WIDE),
     (ANY, 1024, 4096, None),
     (ANY, 1024, MIN_HEAD_ROWS - 1, _SHALLOW_TILE),
     (2047, ANY, ANY, None),
@@ -125,6 +141,28 @@ def choose(num_tokens: int, n: int, k: int) -> LinearConfig | None:
     if isinstance(cut, TileConfig):
         return None if k % TILE_K_MULTIPLE else cut
     return cut and fitted(cut, n, k)
+
+
+def scratch_size(config: LinearConfig, tokens: int, n: int) -> tuple[int, int]:
+    """The values and the tiles of a `linear.SplitScratch` that hold the parts of up to `tokens` tokens by n rows."""
+    if isinstance(config, DotConfig) and config.split_k > 1:
+        return config.split_k * tokens * n, -(-n // config.rows) * -(-tokens // config.tokens)
+    if isinstance(config, TileConfig):
+        return 2 * config.programs * config.tokens * config.rows, config.programs
+    return 0, 0
+
+
+def largest_scratch(shapes: Iterable[tuple[int, int]], max_tokens: int) -> tuple[int, int]:
+    """`scratch_size` that all suffice with that `choose` names for weights [n, k] and up to max_tokens tokens."""
+    sizes = [(0, 0)]
+    # Between two bounds the choice is one, of which the most tokens need the most.
+    bounds = {min(tokens, max_tokens) for tokens, *_ in CUTS}
+    for n, k in shapes:
+        for tokens in bounds:
+            config = choose(tokens, n, k)
+            if config is not None:
+                sizes.append(scratch_size(config, tokens, n))
+    return max(values for values, _ in sizes), max(tiles for _, tiles in sizes)
 
 
 def fitted(config: DotConfig, n: int, k: int) -> DotConfig:

@@ -5,22 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gpu_runner.kernels.linear_parts import bias_of, output_places, outputs_of, weight_rows
-
-
-@triton.jit
-def _prefetch_to_l2(row_start, start, K: tl.constexpr, DEPTH_K: tl.constexpr):
-    """Ask for the first DEPTH_K weights of each row, one request for each 128 bytes. row_start: [ROWS, 1] pointers."""
-    LINE: tl.constexpr = 64
-    k = tl.minimum(start + tl.arange(0, DEPTH_K // LINE) * LINE, K - 1)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [(row_start + k[None, :]).to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+from gpu_runner.kernels.linear_parts import bias_of, output_places, outputs_of, prefetch_to_l2, weight_rows
 
 
 @triton.jit
@@ -91,7 +76,7 @@ def linear_dot_kernel(
     start = part * (PART_BLOCKS * BLOCK_K)
     lane = tl.arange(0, BLOCK_K)
     if PREFETCH_K > 0:
-        _prefetch_to_l2(row_start, start, K, PREFETCH_K)
+        prefetch_to_l2(row_start, start, K, PREFETCH_K)
     row_bias = bias_of(bias, tile, N, ROWS, GATE_UP, HAS_BIAS)
     token = (tl.program_id(0) % token_tiles) * TOKENS + tl.arange(0, TOKENS)
     places, mask = output_places(out, token, tile, num_tokens, N, ROWS, GATE_UP)

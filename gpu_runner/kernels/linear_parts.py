@@ -49,14 +49,36 @@ def bias_of(bias, tile, N: tl.constexpr, ROWS: tl.constexpr, GATE_UP: tl.constex
 
 
 @triton.jit
+def prefetch_to_l2(row_start, start, K: tl.constexpr, DEPTH_K: tl.constexpr):
+    """Ask for the first DEPTH_K weights of each row, one request for each 128 bytes. row_start: [ROWS, 1] pointers."""
+    LINE: tl.constexpr = 64
+    k = tl.minimum(start + tl.arange(0, DEPTH_K // LINE) * LINE, K - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [(row_start + k[None, :]).to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def silu_product(gate, up, DTYPE: tl.constexpr):
+    """silu(gate) * up, float32, rounding to the activations' type DTYPE where the unfused path does."""
+    gate = gate.to(DTYPE).to(tl.float32)
+    return (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32) * up.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
 def outputs_of(y, residual, DTYPE: tl.constexpr, GATE_UP: tl.constexpr, ADD: tl.constexpr):
     """SiLU and product, or sum with the residual, rounding to the activations' type DTYPE where the unfused path does.
 
     y: [tokens, ROWS] float32, with the bias. residual: [tokens, ROWS] if ADD. Returns float32, rounded by the store.
     """
     if GATE_UP:
-        gate, up = tl.split(tl.reshape(y.to(DTYPE).to(tl.float32), (y.shape[0], y.shape[1] // 2, 2)))
-        return (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32) * up
+        gate, up = tl.split(tl.reshape(y, (y.shape[0], y.shape[1] // 2, 2)))
+        return silu_product(gate, up, DTYPE)
     elif ADD:
         return y.to(DTYPE).to(tl.float32) + residual.to(tl.float32)
     else:

@@ -88,6 +88,13 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def linear_shapes(config: ModelConfig) -> tuple[tuple[int, int], ...]:
+    """[N, K] of the weights that a decoder multiplies by, as `LayerWeights` holds them: of a layer, and the head."""
+    hidden, middle = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return (q + 2 * kv, hidden), (hidden, q), (2 * middle, hidden), (hidden, middle), (config.vocab_size, hidden)
+
+
 def _check(checkpoint: Checkpoint, wanted: dict[str, tuple[int, ...]]) -> None:
     found = checkpoint.shapes
     missing = [name for name in wanted if name not in found]

@@ -2,26 +2,27 @@
 
 A layer is norm + qkv, a stand-in for attention (one small kernel with a programmatic launch), o + residual, norm +
 gate/up + SiLU, down + residual, by `CudaOps` itself, so that what one kernel leaves for the next (its tail, the wait,
-the cache) is counted. For each number of tokens every way of one linear is timed with the others fixed, linear after
-linear, then again with the best few. Each way is first checked against float32. The head is timed alone.
+the cache) is counted. Linear after linear, the graph with each way of it is timed against the graph of the best so far,
+replay by replay in turns, then again with the best few; a way is taken if it makes the whole layer shorter by more than
+the noise. Each way is first checked against float32. The head is timed alone.
 
-Prints, for each number of tokens, us per layer with what `choose` names (before) and with the best (after), the best of
-each linear, and by how much the layer is longer than without that linear. `--model 8b`, `--tokens 1,8`, `--json
-FILE`, or `--smoke` without a GPU.
+Prints, for each number of tokens, us per layer with what `choose` names (before), with the best (after; both graphs in
+turns again), and the floor: the weights' bytes or the arithmetic, whichever takes longer. Of each linear, us per layer
+with the way taken, with cuBLAS and with the best few others. All us are ratios, times what the first graph took at
+first. `--models 0.6b,8b`, `--tokens 1,8`, `--no-head`, `--json FILE`, or `--smoke` without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +36,27 @@ if SMOKE:
 import torch  # noqa: E402
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
+from graph_timer import GraphTimer, Run  # noqa: E402
 from linear_ways import CUBLAS, CUBLAS_TURNED, Linear, Way, compile_key, short, ways_of  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from gpu_runner.kernels import reference  # noqa: E402
 from gpu_runner.kernels.cuda_ops import CudaOps  # noqa: E402
-from gpu_runner.kernels.linear_config import LinearConfig, choose  # noqa: E402
+from gpu_runner.kernels.linear import SplitScratch  # noqa: E402
+from gpu_runner.kernels.linear_config import NUM_PROGRAMS, LinearConfig, choose  # noqa: E402
 
 DEVICE = "cpu" if SMOKE else "cuda"
 DTYPE = torch.float32 if SMOKE else torch.bfloat16
 EPS = 1e-6
 MAX_ERROR = 1e-2
-REPLAYS = 3 if SMOKE else 9
 HEAD_LAUNCHES = 4
 FINALISTS = 3
+WORTH_IT = 0.995
+"""Of a layer's time: differences below are noise."""
+FINAL_PRECISION = 3
+SCRATCH_VALUES, SCRATCH_TILES = 2 * 2 * NUM_PROGRAMS * 128 * 256, 2 * NUM_PROGRAMS
+BYTES_PER_US = 4.5e6
+FLOPS_PER_US = 700e6
 CANNOT_RUN = (triton.runtime.errors.OutOfResources, triton.CompilationError, RuntimeError)
 LAYER = ("qkv", "o", "gate_up", "down")
 
@@ -61,6 +69,11 @@ class Model:
     kv_heads: int  # columns of all key heads
     inner: int
     vocab: int
+
+    def floor_us(self, name: str, tokens: int) -> float:
+        """Of a linear on an H200."""
+        weights = self.linear(name).n * self.linear(name).k
+        return max(2 * weights / BYTES_PER_US, 2 * weights * tokens / FLOPS_PER_US)
 
     def linear(self, name: str) -> Linear:
         shapes = {
@@ -99,14 +112,17 @@ def _stand_in_attention_kernel(
 class Chain:
     """A model's layers and head, and the way in which each linear is to be computed."""
 
-    def __init__(self, model: Model, *, layers: int) -> None:
+    def __init__(self, model: Model, *, layers: int, head: bool) -> None:
         self.model = model
         self.ways: dict[tuple[int, int], Way] = {}  # by [n, k] of the weight
-        self._timer = GraphTimer()
+        self.timer = GraphTimer()
         self.norm = random_normal(model.hidden)
         self.layers = [{name: self._weight(model.linear(name)) for name in LAYER} for _ in range(layers)]
-        self.head = self._weight(model.linear("head"))
-        self.ops = CudaOps(torch.device(DEVICE), pdl=not SMOKE, choose=self._choose)
+        self.head = self._weight(model.linear("head")) if head else None
+        self.names = (*LAYER, "head") if head else LAYER
+        device = torch.device(DEVICE)
+        scratch = SplitScratch.allocate(max_values=SCRATCH_VALUES, max_tiles=SCRATCH_TILES, device=device)
+        self.ops = CudaOps(device, scratch=scratch, pdl=not SMOKE, choose=self._choose)
 
     def set(self, linear: Linear, way: Way) -> None:
         self.ways[linear.n, linear.k] = way
@@ -126,38 +142,39 @@ class Chain:
         columns = {"residual": model.hidden, "qkv": model.linear("qkv").n, "heads": model.heads, "inner": model.inner}
         return {name: random_normal(tokens, width) for name, width in columns.items()}
 
-    def layer_us(self, tokens: int, *, without: str | None = None) -> float:
-        values = self.values(tokens)
+    def capture(self, given: dict[str, Tensor]) -> Run:
+        """All layers as they are set, on `values` that must outlive it."""
+        values = dict(given)
 
         def run() -> None:
             for weights in self.layers:
                 for name in LAYER:
                     if name == "o":
                         self.attend(values)
-                    if name != without:
-                        self.apply(name, weights, values)
+                    self.apply(name, weights, values)
 
-        return self._timer.us(run) / len(self.layers)
+        return self.timer.capture(run)
 
-    def head_us(self, tokens: int, way: Way) -> float:
+    def capture_head(self, given: dict[str, Tensor], way: Way) -> Run:
         self.set(self.model.linear("head"), way)
-        residual = random_normal(tokens, self.model.hidden)
+        assert self.head is not None
         turned = self.head.t().contiguous() if way == CUBLAS_TURNED else None
 
         def run() -> None:
             for _ in range(HEAD_LAUNCHES):
-                self.logits(residual, turned)
+                self.logits(given["residual"], turned)
 
-        return self._timer.us(run) / HEAD_LAUNCHES
+        return self.timer.capture(run)
 
     def logits(self, residual: Tensor, turned: Tensor | None) -> Tensor:
+        assert self.head is not None
         hidden = self.ops.rms_norm(residual, self.norm, EPS)
         return self.ops.logits(hidden, self.head) if turned is None else _wide_mm(hidden, turned)
 
     def errors(self, linear: Linear, tokens: int, ways: Iterable[Way]) -> dict[Way, float]:
         """Relative, of the whole, of the ways that the device can run; infinite for one that does not repeat itself."""
         given = self.values(tokens)
-        weights = {**self.layers[0], "head": self.head}
+        weights = self.layers[0] if self.head is None else {**self.layers[0], "head": self.head}
         expected = self._expected(linear, given, weights[linear.name])
         errors: dict[Way, float] = {}
         for way in ways:
@@ -174,7 +191,8 @@ class Chain:
     def _once(self, name: str, weights: dict[str, Tensor], given: dict[str, Tensor], way: Way) -> Tensor:
         values = {key: value.clone() for key, value in given.items()}
         if name == "head":
-            return self.logits(values["residual"], self.head.t().contiguous() if way == CUBLAS_TURNED else None)
+            turned = weights["head"].t().contiguous() if way == CUBLAS_TURNED else None
+            return self.logits(values["residual"], turned)
         self.apply(name, weights, values)
         return values[{"qkv": "qkv", "gate_up": "inner"}.get(name, "residual")]
 
@@ -211,82 +229,106 @@ def _wide_mm(x: Tensor, turned: Tensor) -> Tensor:
     return torch.mm(x, turned) if SMOKE else torch.mm(x, turned, out_dtype=torch.float32)
 
 
-class GraphTimer:
-    """Times what is captured on the current stream, whose kernels have been loaded."""
-
-    def __init__(self) -> None:
-        self._pool = None if SMOKE else torch.cuda.graph_pool_handle()
-        self._last: torch.cuda.CUDAGraph | None = None  # so that the pool lives on, for the next graph
-
-    def us(self, run: Callable[[], None]) -> float:
-        """Median time of a replay of one graph of `run`."""
-        if SMOKE:
-            began = time.perf_counter()
-            run()
-            return (time.perf_counter() - began) * 1e6
-        graph = torch.cuda.CUDAGraph()
-        # Not `torch.cuda.graph`, which collects garbage and empties the allocator's cache each time.
-        graph.capture_begin(pool=self._pool)
-        run()
-        graph.capture_end()
-        self._last = graph
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
-        graph.replay()
-        events[0].record()
-        for event in events[1:]:
-            graph.replay()
-            event.record()
-        torch.cuda.synchronize()
-        return statistics.median(a.elapsed_time(b) for a, b in pairwise(events)) * 1e3
-
-
 @dataclass
 class Tuned:
-    """What was found for one number of tokens."""
+    """What was found for one number of tokens. Times are us; of a linear's ways, a layer's with the others as they were
+    at best then."""
 
     tokens: int
     before_us: float  # a layer
     after_us: float
-    ways: dict[str, Way]
-    linear_us: dict[str, float]  # how much longer the layer is for each linear
-    before_ways: dict[str, Way]
-    before_linear_us: dict[str, float]
-    candidates: dict[str, list[tuple[Way, float]]]  # of each linear, a layer's time with it, the fastest first
-    head_before_us: float
-    head: list[tuple[Way, float]]
+    before: dict[str, str]  # of each linear
+    after: dict[str, str]
+    layer_us: dict[str, dict[str, float]]  # of each linear and way, the shortest first
+    worst_error: float
+    head_us: dict[str, float]  # of each way, the shortest first
 
 
 def tune(chain: Chain, tokens: int) -> Tuned:
     before: dict[str, Way] = {}
     right: dict[str, list[Way]] = {}
-    for name in (*LAYER, "head"):
+    worst_error = 0.0
+    for name in chain.names:
         linear = chain.model.linear(name)
         before[name] = choose(tokens, linear.n, linear.k) or CUBLAS
         errors = chain.errors(linear, tokens, _ways(linear, tokens))
         right[name] = [way for way, error in errors.items() if error < MAX_ERROR]
+        worst_error = max([worst_error, *(errors[way] for way in right[name])])
         for way in errors.keys() - set(right[name]):
             print(f"WRONG T={tokens} {name} {short(way)}: error {errors[way]:.3g}", flush=True)
         chain.set(linear, before[name])
-    chain.attend(chain.values(tokens))
-    before_us = chain.layer_us(tokens)
-    before_linear_us = {name: before_us - chain.layer_us(tokens, without=name) for name in LAYER}
+    values = chain.values(tokens)
+    chain.attend(values)
 
-    best = dict(before)
-    candidates = {name: _descend(chain, tokens, name, right[name], best) for name in LAYER}
+    descent = Descent(chain, values, {name: before[name] for name in LAYER})
     for name in LAYER:
-        finalists = [way for way, _ in candidates[name][:FINALISTS]]
-        _descend(chain, tokens, name, list(dict.fromkeys([*finalists, best[name]])), best)
-    after_us = chain.layer_us(tokens)
-    linear_us = {name: after_us - chain.layer_us(tokens, without=name) for name in LAYER}
-    head = sorted(((way, chain.head_us(tokens, way)) for way in right["head"]), key=lambda item: item[1])
-    print(f"T={tokens}", flush=True)
+        descent.improve(name, right[name])
     for name in LAYER:
-        print(f"    {name:8}{_ranking(candidates[name])}", flush=True)
-    print(f"    head    {_ranking(head)}", flush=True)
+        descent.improve(name, descent.best_of(name, FINALISTS), precision=FINAL_PRECISION)
+    timer, first_us = chain.timer, descent.first_us / len(chain.layers)
+    head_us: dict[Way, float] = {}
+    if "head" in chain.names:
+        first_head = chain.capture_head(values, before["head"])
+        first_head_us = timer.us(first_head) / HEAD_LAUNCHES
+        for way in right["head"]:
+            head_us[way] = first_head_us * timer.ratio(chain.capture_head(values, way), first_head)
     return Tuned(
-        tokens, before_us, after_us, best, linear_us, before, before_linear_us, candidates,
-        dict(head).get(before["head"], float("nan")), head,
-    )  # fmt: skip
+        tokens=tokens,
+        before_us=first_us,
+        after_us=first_us * timer.ratio(descent.standing, descent.first, precision=FINAL_PRECISION),
+        before={name: short(before[name]) for name in LAYER},
+        after={name: short(descent.best[name]) for name in LAYER},
+        layer_us={name: _sorted(descent.ratios[name], first_us) for name in LAYER},
+        worst_error=worst_error,
+        head_us=_sorted(head_us, 1.0),
+    )
+
+
+def _sorted(times: dict[Way, float], scale: float) -> dict[str, float]:
+    return {short(way): scale * times[way] for way in sorted(times, key=times.__getitem__)}
+
+
+class Descent:
+    """A graph with the best ways so far, and how those of one linear compare with it."""
+
+    def __init__(self, chain: Chain, values: dict[str, Tensor], best: dict[str, Way]) -> None:
+        self._chain = chain
+        self._values = values
+        self._standing_ratio = 1.0
+        self.best = best
+        self.ratios: dict[str, dict[Way, float]] = {name: {} for name in best}  # to `first`
+        self.first = self.standing = chain.capture(values)
+        self.first_us = chain.timer.us(self.first)
+
+    def best_of(self, name: str, count: int) -> list[Way]:
+        ratios = self.ratios[name]
+        return sorted(ratios, key=ratios.__getitem__)[:count]
+
+    def improve(self, name: str, ways: list[Way], *, precision: int = 1) -> None:
+        """Time the layers with each way of one linear, and take the best if it is worth it."""
+        linear = self._chain.model.linear(name)
+        graphs: dict[Way, Run] = {}
+        found = self.ratios[name]
+        found[self.best[name]] = self._standing_ratio
+        for way in ways:
+            if way != self.best[name]:
+                graphs[way] = self._capture(linear, way)
+                found[way] = self._standing_ratio * self._ratio(graphs[way], precision)
+        winner = min(graphs, key=found.__getitem__, default=None)
+        if winner is not None and found[winner] < WORTH_IT * self._standing_ratio:
+            ratio = self._ratio(graphs[winner], FINAL_PRECISION)
+            found[winner] = self._standing_ratio * ratio
+            if ratio < WORTH_IT:
+                self._standing_ratio = found[winner]
+                self.best[name], self.standing = winner, graphs[winner]
+        self._chain.set(linear, self.best[name])
+
+    def _capture(self, linear: Linear, way: Way) -> Run:
+        self._chain.set(linear, way)
+        return self._chain.capture(self._values)
+
+    def _ratio(self, graph: Run, precision: int) -> float:
+        return self._chain.timer.ratio(graph, self.standing, precision=precision)
 
 
 def _ways(linear: Linear, tokens: int) -> list[Way]:
@@ -294,44 +336,27 @@ def _ways(linear: Linear, tokens: int) -> list[Way]:
     return list(dict.fromkeys([*ways[:2], ways[-1]])) if SMOKE else ways
 
 
-def _descend(chain: Chain, tokens: int, name: str, ways: list[Way], best: dict[str, Way]) -> list[tuple[Way, float]]:
-    """Time each way with the other linears as they are; leave the fastest in place."""
-    linear = chain.model.linear(name)
-    times = []
-    for way in ways:
-        chain.set(linear, way)
-        times.append((way, chain.layer_us(tokens)))
-    times.sort(key=lambda item: item[1])
-    best[name] = times[0][0]
-    chain.set(linear, best[name])
-    return times
-
-
-def _ranking(times: list[tuple[Way, float]]) -> str:
-    cublas = [f"{short(way)} {us:.2f}" for way, us in times[4:] if isinstance(way, str)]
-    return ", ".join([f"{short(way)} {us:.2f}" for way, us in times[:4]] + cublas)
-
-
-def compile_part(model: Model, token_counts: list[int], part: int, parts: int) -> None:
+def compile_part(names: list[str], token_counts: list[int], part: int, parts: int, *, head: bool) -> None:
     """Launch one part of the ways once, so that Triton's cache has them."""
-    chain = Chain(model, layers=1)
-    keyed: dict[Any, tuple[Linear, int, Way]] = {}
-    for tokens in token_counts:
-        for name in (*LAYER, "head"):
-            linear = model.linear(name)
-            for way in _ways(linear, tokens):
-                if not isinstance(way, str):
-                    keyed.setdefault(compile_key(linear, tokens, way), (linear, tokens, way))
-    for linear, tokens, way in list(keyed.values())[part::parts]:
-        chain.set(linear, way)
-        values = chain.values(tokens)
-        try:
-            if linear.name == "head":
-                chain.logits(values["residual"], None)
-            else:
-                chain.apply(linear.name, chain.layers[0], values)
-        except CANNOT_RUN:
-            continue  # reported where it would be timed
+    keyed: dict[Any, tuple[str, Linear, int, Way]] = {}
+    for model, tokens, name in product(names, token_counts, (*LAYER, "head") if head else LAYER):
+        linear = MODELS[model].linear(name)
+        for way in _ways(linear, tokens):
+            if not isinstance(way, str):
+                keyed.setdefault(compile_key(linear, tokens, way), (model, linear, tokens, way))
+    mine = list(keyed.values())[part::parts]
+    for model in names:
+        chain = Chain(MODELS[model], layers=1, head=head)
+        for _, linear, tokens, way in (item for item in mine if item[0] == model):
+            chain.set(linear, way)
+            values = chain.values(tokens)
+            try:
+                if linear.name == "head":
+                    chain.logits(values["residual"], None)
+                else:
+                    chain.apply(linear.name, chain.layers[0], values)
+            except CANNOT_RUN:
+                continue  # reported where it would be timed
 
 
 def compile_all(workers: int, *, script: str, arguments: list[str]) -> None:
@@ -344,51 +369,56 @@ def compile_all(workers: int, *, script: str, arguments: list[str]) -> None:
         raise SystemExit("a compiling process failed")
 
 
-def print_table(results: list[Tuned], num_layers: int) -> None:
-    print("\n   T  layer us: before   after   step ms   head: before  after")
+def print_table(model: Model, results: list[Tuned], num_layers: int) -> None:
     for r in results:
-        step = (r.after_us * num_layers + r.head[0][1]) / 1e3
+        floor = sum(model.floor_us(name, r.tokens) for name in LAYER)
+        head = " head " + ", ".join(f"{us:.1f} {way}" for way, us in list(r.head_us.items())[:2]) if r.head_us else ""
         print(
-            f"{r.tokens:4} {r.before_us:17.2f} {r.after_us:7.2f} {step:9.3f} {r.head_before_us:14.1f} "
-            f"{r.head[0][1]:6.1f}"
+            f"T={r.tokens} layer us: before {r.before_us:.2f} after {r.after_us:.2f} floor {floor:.2f}; saved a step "
+            f"{(r.before_us - r.after_us) * num_layers / 1e3:.3f} ms; worst error {r.worst_error:.1e}{head}",
+            flush=True,
         )
-    for r in results:
         for name in LAYER:
-            was = f"{short(r.before_ways[name])} {r.before_linear_us[name]:.2f}"
-            print(f"{r.tokens:4} {name:8} {r.linear_us[name]:6.2f} {short(r.ways[name]):45} was {was}")
-        print(f"{r.tokens:4} head     {r.head[0][1]:6.1f} {short(r.head[0][0])}")
+            times, taken, was = r.layer_us[name], r.after[name], r.before[name]
+            others = [way for way in times if way not in (taken, was)][:2]
+            shown = dict.fromkeys([taken, was, *others, *[way for way in (CUBLAS,) if way in times]])
+            line = " | ".join(f"{times[way]:.2f} {'was ' * (way == was)}{way}" for way in shown)
+            print(f"{r.tokens:5} {name:8}{line}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smoke" if SMOKE else "0.6b", choices=list(MODELS))
+    parser.add_argument("--models", default="smoke" if SMOKE else "0.6b,8b", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--tokens", default="1,8,64" if SMOKE else ",".join(map(str, TOKENS)))
     parser.add_argument("--workers", type=int, default=1 if SMOKE else 16, help="processes that compile")
+    parser.add_argument("--no-head", action="store_true", help="of a layer's linears only")
     parser.add_argument("--json", type=Path, help="write all times here")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes under Triton's interpreter")
     parser.add_argument("--part", help="compile one part, for the parent process")
     arguments = parser.parse_args()
     began = time.perf_counter()
     torch.manual_seed(0)
-    model = MODELS[arguments.model]
+    names, head = arguments.models.split(","), not arguments.no_head
     token_counts = [int(count) for count in arguments.tokens.split(",")]
+    found: dict[str, list[Tuned]] = {}
     with torch.inference_mode():
         if arguments.part:
             part, parts = map(int, arguments.part.split("/"))
-            compile_part(model, token_counts, part, parts)
+            compile_part(names, token_counts, part, parts, head=head)
             return
         if not SMOKE:
             compile_all(arguments.workers, script=__file__, arguments=sys.argv[1:])
             print(f"compiled after {time.perf_counter() - began:.0f} s", flush=True)
-        results = []
-        with nullcontext() if SMOKE else torch.cuda.stream(torch.cuda.Stream()):
-            chain = Chain(model, layers=model.layers)
-            for tokens in token_counts:
-                results.append(tune(chain, tokens))
-                print(f"after {time.perf_counter() - began:.0f} s", flush=True)
-    print_table(results, {"8b": 32}.get(arguments.model, model.layers))
+        for name in names:
+            model = MODELS[name]
+            with nullcontext() if SMOKE else torch.cuda.stream(torch.cuda.Stream()):
+                chain = Chain(model, layers=model.layers, head=head)
+                found[name] = [tune(chain, tokens) for tokens in token_counts]
+            print(f"{name} after {time.perf_counter() - began:.0f} s", flush=True)
+            print_table(model, found[name], {"8b": 32}.get(name, model.layers))
     if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1, default=repr))
+        results = {name: [asdict(result) for result in results] for name, results in found.items()}
+        arguments.json.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -49,9 +49,9 @@ def ways_of(linear: Linear, tokens: int) -> list[Way]:
         ways.append(CUBLAS_TURNED)
     if tokens <= 4:
         ways += _fma_ways(linear)
-    if 4 <= tokens <= 128:
+    if 4 <= tokens <= 64:
         ways += _dot_ways(linear, tokens)
-    if tokens >= 128:
+    if tokens >= 33 and not linear.is_head:
         ways += _tile_ways(linear, tokens)
     return list(dict.fromkeys(ways))
 
@@ -91,33 +91,43 @@ def _dot_ways(linear: Linear, tokens: int) -> Iterator[DotConfig]:
         token_tile = 64 if tokens <= 64 else 128
         if cut.stages * (cut.rows + min(token_tile, _padded(tokens))) * cut.block_k * 2 > MAX_SHARED_BYTES:
             continue
-        for split_k in (1, 2, 4, 6, MAX_SPLIT):
+        for split_k in (1, 2, 4, MAX_SPLIT):
             config = fitted(replace(cut, split_k=split_k, tokens=token_tile), linear.n, linear.k)
             if config.split_k == split_k and not (linear.normed and split_k > 2):
                 yield config
 
 
 def _tile_ways(linear: Linear, tokens: int) -> Iterator[TileConfig]:
-    for tile_tokens, rows, stages, num_warps in (
-        *((64, 128, 6, 4), (128, 64, 4, 4), (128, 128, 3, 8), (128, 128, 6, 8), (128, 128, 5, 4)),
-        *((128, 256, 4, 8), (256, 128, 4, 8)),
+    """A program for each tile, or one or two to an SM that share all tiles, 128 of them where K then divides evenly."""
+    for tile_tokens, rows, block_k, stages, num_warps, all_programs in (
+        *((64, 32, 128, 8, 4, (128,)), (64, 64, 128, 6, 4, (128, 132)), (64, 64, 128, 3, 4, (264,))),
+        *((64, 128, 128, 4, 4, (128, 132)), (64, 128, 64, 4, 4, (264,)), (128, 64, 128, 4, 4, (128,))),
+        (128, 64, 64, 4, 4, (264,)),
+        *((128, 128, 64, 3, 4, (0, 264)), (128, 128, 64, 6, 8, (128, 132)), (128, 256, 64, 3, 8, (0,))),
+        *((128, 256, 64, 4, 8, (0, 128, 132)), (256, 128, 64, 4, 8, (0, 128, 132))),
     ):
         tiles = -(-linear.n // rows) * -(-tokens // tile_tokens)
-        if tile_tokens <= tokens and tiles > NUM_PROGRAMS // 2:
-            yield TileConfig(tile_tokens, rows, 64, stages, num_warps, group=16)
+        # Not so small that an SM gets many where it could get larger ones, not so large that most SMs share one.
+        small, few_large = tile_tokens * rows < 8192, linear.n * tokens < NUM_PROGRAMS * 8192
+        if tile_tokens > _padded(tokens) or tiles * 9 < NUM_PROGRAMS or (small and not few_large):
+            continue
+        prefetch_k = 512 if tile_tokens == 64 and rows <= 64 else 256
+        for programs in all_programs:
+            if programs and -(-tokens // tile_tokens) <= programs and tiles <= 8 * programs:
+                yield TileConfig(tile_tokens, rows, block_k, stages, num_warps, 16, programs, prefetch_k)
+            elif not programs and tiles > NUM_PROGRAMS // 2:
+                yield TileConfig(tile_tokens, rows, block_k, stages, num_warps, 16)
 
 
 def prefill_ways() -> list[TileConfig]:
     """Of a gate-up product of thousands of tokens."""
     large = TileConfig(128, 256, 64, 4, 8, group=8)
+    wide, shallow = replace(large, tokens=256, rows=128), replace(large, rows=128, stages=3, num_warps=4, group=16)
+    two_ahead = replace(large, stages=3)
     return [
-        large,
-        replace(large, group=16),
-        replace(large, stages=3, group=16),
-        replace(large, block_k=128, stages=2, group=16),
-        TileConfig(256, 128, 64, 4, 8, group=8),
-        TileConfig(128, 128, 64, 3, 8, group=16),
-        TileConfig(128, 128, 64, 3, 4, group=16),
+        *(replace(cut, group=group) for cut in (large, two_ahead, wide) for group in (8, 16)),
+        *(shallow, replace(two_ahead, group=32)),
+        *(replace(large, programs=NUM_PROGRAMS), replace(shallow, num_warps=8)),
     ]
 
 
@@ -127,7 +137,7 @@ def compile_key(linear: Linear, tokens: int, way: LinearConfig) -> Any:
     if isinstance(way, FmaConfig):
         return op, linear.n, linear.k, way, tokens
     if isinstance(way, TileConfig):
-        return op, linear.n, linear.k, way
+        return op, linear.n, linear.k, replace(way, programs=min(way.programs, 1))
     return op, linear.n, linear.k, way, min(way.tokens, _padded(tokens)), tokens <= way.tokens
 
 
@@ -142,6 +152,7 @@ def short(way: Way) -> str:
     if isinstance(way, FmaConfig):
         return f"fma {name} d{way.depth} w{way.num_warps}"
     if isinstance(way, TileConfig):
-        return f"tile t{way.tokens} {name} s{way.stages} w{way.num_warps} g{way.group}"
+        shared = f" p{way.programs} pf{way.prefetch_k}" if way.programs else ""
+        return f"tile t{way.tokens} {name} s{way.stages} w{way.num_warps} g{way.group}{shared}"
     first = " W" if way.weight_first else ""
     return f"dot t{way.tokens} {name} s{way.stages} w{way.num_warps} split{way.split_k} pf{way.prefetch_k}{first}"

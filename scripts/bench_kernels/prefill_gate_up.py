@@ -1,8 +1,8 @@
 """Check and time gate-up products of prefill: cuBLAS and a SiLU kernel, or large tiles with SiLU in their epilogue.
 
-Each way is a graph of launches over weights of their own, without the norm in front. Prints us and the product's
-TFLOP/s, SiLU's time counted in, the fastest first; those and cuBLAS are timed twice. `--models 0.6b,8b`, `--tokens
-2048,4096` or `--smoke` without a GPU.
+Each way is a graph of launches over weights of their own, without the norm in front, timed in turns with the graph of
+what `choose` names. Prints us and the product's TFLOP/s, SiLU's time counted in, of the fastest ways, the chosen and
+cuBLAS. `--models 0.6b,8b`, `--tokens 2048,4096` or `--smoke` without a GPU.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import time
 from contextlib import nullcontext
 
 import torch
-from linear import CANNOT_RUN, MAX_ERROR, MODELS, SMOKE, GraphTimer, compile_all, random_normal
+from graph_timer import GraphTimer, Run
+from linear import CANNOT_RUN, MAX_ERROR, MODELS, SCRATCH_TILES, SCRATCH_VALUES, SMOKE, compile_all, random_normal
 from linear_ways import CUBLAS, Linear, Way, prefill_ways, short
 from torch import Tensor
 
 from gpu_runner.kernels import linear, norm_rope, reference
-from gpu_runner.kernels.linear_config import TileConfig
+from gpu_runner.kernels.linear import SplitScratch
+from gpu_runner.kernels.linear_config import TileConfig, choose
 
 ROTATED_BYTES = 1 << 14 if SMOKE else 128 << 20  # of weights and of outputs: more than L2
-FINALISTS = 4
+SHOWN = 4
 
 
 class Bench:
@@ -34,17 +36,21 @@ class Bench:
         self.x = random_normal(tokens, shape.k)
         self.weights = [random_normal(shape.n, shape.k).mul_(shape.k**-0.5) for _ in range(copies)]
         self.outs = [random_normal(tokens, shape.n // 2) for _ in range(copies)]
-        self._timer = GraphTimer()
+        self.timer = GraphTimer()
+        self._scratch = SplitScratch.allocate(max_values=SCRATCH_VALUES, max_tiles=SCRATCH_TILES, device=self.x.device)
+        self._expected: Tensor | None = None
 
     def launch(self, way: Way, weight: Tensor, out: Tensor) -> None:
         if isinstance(way, str):
             norm_rope.silu_mul(torch.mm(self.x, weight.t()), out=out)
         else:
-            linear.gate_up(self.x, weight, out=out, config=way, pdl=not SMOKE)
+            linear.gate_up(self.x, weight, out=out, config=way, scratch=self._scratch, pdl=not SMOKE)
 
     def error(self, way: Way) -> float:
         """Relative, of the whole, against float32; infinite for one that does not repeat itself."""
-        expected = reference.silu_mul(self.x.float() @ self.weights[0].float().t())
+        if self._expected is None:
+            self._expected = reference.silu_mul(self.x.float() @ self.weights[0].float().t())
+        expected = self._expected
         for out in self.outs[:2]:
             out.fill_(torch.nan)
             self.launch(way, self.weights[0], out)
@@ -52,32 +58,40 @@ class Bench:
             return float("inf")
         return float((self.outs[0].float() - expected).norm() / expected.norm())
 
-    def us(self, way: Way) -> float:
+    def capture(self, way: Way) -> Run:
         def run() -> None:
             for weight, out in zip(self.weights, self.outs, strict=True):
                 self.launch(way, weight, out)
 
-        return self._timer.us(run) / len(self.weights)
+        return self.timer.capture(run)
 
 
 def compare(name: str, tokens: int, ways: list[TileConfig]) -> None:
-    bench = Bench(MODELS[name].linear("gate_up"), tokens)
-    times: dict[Way, float] = {}
-    for way in (CUBLAS, *ways):
+    shape = MODELS[name].linear("gate_up")
+    bench = Bench(shape, tokens)
+    chosen: Way = choose(tokens, shape.n, shape.k) or CUBLAS
+    right: list[Way] = []
+    for way in dict.fromkeys((chosen, CUBLAS, *ways)):
         try:
             error = bench.error(way)
         except CANNOT_RUN as problem:
             print(f"{name} {tokens} {short(way)}: {str(problem)[:200]}", flush=True)
             continue
         if error < MAX_ERROR:
-            times[way] = bench.us(way)
+            right.append(way)
         else:
             print(f"WRONG {name} {tokens} {short(way)}: error {error:.3g}", flush=True)
-    again = sorted(times, key=times.__getitem__)[:FINALISTS]
-    for way in dict.fromkeys((CUBLAS, *again)):
-        times[way] = min(times[way], bench.us(way))
-    for way, us in sorted(times.items(), key=lambda item: item[1]):
-        print(f"{name:>5} {tokens:5} {short(way):44} {us:9.1f} us {bench.flops / us / 1e6:6.0f} TFLOP/s", flush=True)
+    base = bench.capture(chosen)
+    base_us = bench.timer.us(base) / len(bench.weights)
+    times = {way: base_us * bench.timer.ratio(bench.capture(way), base) for way in right}
+    fastest = sorted(times, key=times.__getitem__)
+    for way in fastest:
+        if way in (*fastest[:SHOWN], chosen, CUBLAS):
+            us, mark = times[way], " (chosen)" if way == chosen else ""
+            print(
+                f"{name:>5} {tokens:5} {us:9.1f} us {bench.flops / us / 1e6:6.0f} TFLOP/s  {short(way)}{mark}",
+                flush=True,
+            )
 
 
 def compile_part(selected: list[tuple[str, TileConfig]], part: int, parts: int) -> None:
@@ -94,7 +108,7 @@ def compile_part(selected: list[tuple[str, TileConfig]], part: int, parts: int) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="smoke" if SMOKE else "0.6b,8b")
-    parser.add_argument("--tokens", default="70" if SMOKE else "2048,4096")
+    parser.add_argument("--tokens", default="70" if SMOKE else "2048,4096,8192")
     parser.add_argument("--workers", type=int, default=1 if SMOKE else 16, help="processes that compile")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes under Triton's interpreter")
     parser.add_argument("--part", help="compile one part, for the parent process")

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from gpu_runner.kernels import linear, reference
-from gpu_runner.kernels.cuda_ops import MAX_SPLIT_TILES, MAX_SPLIT_VALUES
 from gpu_runner.kernels.linear import SplitScratch
-from gpu_runner.kernels.linear_config import DotConfig, FmaConfig, LinearConfig, TileConfig, choose
+from gpu_runner.kernels.linear_config import (
+    DotConfig,
+    FmaConfig,
+    LinearConfig,
+    TileConfig,
+    choose,
+    largest_scratch,
+    scratch_size,
+)
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -38,11 +45,20 @@ TILE_CONFIGS = [
     TileConfig(tokens=16, rows=32, block_k=32, stages=3, num_warps=4, group=2),
     TileConfig(tokens=32, rows=32, block_k=64, stages=2, num_warps=4, group=8),
 ]
+# Tiles shared by programs: a turn and parts of two programs, parts of many, whole turns only, no more than blocks.
+SHARED_TILE_CONFIGS = [
+    TileConfig(tokens=16, rows=32, block_k=16, stages=2, num_warps=4, group=2, programs=4, prefetch_k=64),
+    TileConfig(tokens=64, rows=64, block_k=16, stages=2, num_warps=4, group=1, programs=5),
+    TileConfig(tokens=32, rows=32, block_k=32, stages=2, num_warps=4, group=8, programs=2),
+    TileConfig(tokens=16, rows=32, block_k=16, stages=2, num_warps=4, group=4, programs=64),
+]
 FMA_CASES = [(FMA_CONFIGS[0], 1), (FMA_CONFIGS[1], 3), (FMA_CONFIGS[2], 2)]
 CASES: list[tuple[LinearConfig, int]] = [
     *FMA_CASES,
     *[(DOT_CONFIGS[0], 8), (DOT_CONFIGS[1], 17), (DOT_CONFIGS[2], 40)],
     *[(TILE_CONFIGS[0], 40), (TILE_CONFIGS[1], 70), (TILE_CONFIGS[2], 65)],
+    *[(SHARED_TILE_CONFIGS[0], 50), (SHARED_TILE_CONFIGS[1], 40)],
+    *[(SHARED_TILE_CONFIGS[2], 33), (SHARED_TILE_CONFIGS[3], 21)],
 ]
 N, K = 44, 136  # of gate-up: 22 rows each
 
@@ -155,14 +171,32 @@ def test_float32_outputs_are_not_rounded(config: LinearConfig) -> None:
     assert_close(out, reference.linear(given.x.double(), given.weight.double(), None), torch.float32)
 
 
-def test_a_split_leaves_its_scratch_as_it_found_it_and_repeats_exactly() -> None:
-    given = draw(8, DTYPES[0], seed=5)
+@pytest.mark.parametrize("config", [DOT_CONFIGS[1], SHARED_TILE_CONFIGS[0], SHARED_TILE_CONFIGS[1]], ids=pytest_ids)
+def test_a_split_leaves_its_scratch_as_it_found_it_and_repeats_exactly(config: LinearConfig) -> None:
+    given = draw(40, DTYPES[0], seed=5)
     scratch = poisoned_scratch()
-    first, second = poisoned(8, N, DTYPES[0]), poisoned(8, N, DTYPES[0])
+    first, second = poisoned(40, N, DTYPES[0]), poisoned(40, N, DTYPES[0])
     for out in (first, second):
-        linear.linear(given.x, given.weight, out=out, config=DOT_CONFIGS[1], scratch=scratch, pdl=ON_GPU)
+        linear.linear(given.x, given.weight, out=out, config=config, scratch=scratch, pdl=ON_GPU)
         assert not scratch.arrivals.any()
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("config", SHARED_TILE_CONFIGS, ids=pytest_ids)
+def test_a_token_has_the_same_outputs_in_every_tile_that_programs_share(config: TileConfig) -> None:
+    tokens = 3 * config.tokens
+    given = draw(tokens, DTYPES[0], seed=8)
+    given.x.copy_(given.x[0].expand_as(given.x))
+    out = poisoned(tokens, N, DTYPES[0])
+    linear.linear(given.x, given.weight, out=out, config=config, scratch=poisoned_scratch(), pdl=ON_GPU)
+    assert torch.equal(out, out[0].expand_as(out))
+
+
+def test_programs_too_few_for_the_tiles_of_tokens_leave_each_tile_one() -> None:
+    given = draw(96, DTYPES[0], seed=9)
+    out = poisoned(96, N, DTYPES[0])
+    linear.linear(given.x, given.weight, out=out, config=SHARED_TILE_CONFIGS[2], pdl=ON_GPU)
+    assert_close(out, wide_linear(given.x, given.weight, None), DTYPES[0])
 
 
 @pytest.mark.parametrize("size", [(3 * 8 * N - 1, 64), (3 * 8 * N, 1)])
@@ -170,8 +204,18 @@ def test_a_scratch_too_small_is_refused(size: tuple[int, int]) -> None:
     given = draw(8, DTYPES[0])
     scratch = SplitScratch.allocate(max_values=size[0], max_tiles=size[1], device=DEVICE)
     for refused in (scratch, None):
-        with pytest.raises(ValueError, match=r"3 parts of 8 x 44 need a scratch of 1056 values, 2 tiles"):
+        with pytest.raises(ValueError, match=r"of 8 x 44 needs a scratch of 1056 values, 2 tiles"):
             linear.linear(given.x, given.weight, out=given.residual, config=DOT_CONFIGS[1], scratch=refused, pdl=False)
+
+
+@pytest.mark.parametrize("size", [(8 * 64 * 32 - 1, 64), (8 * 64 * 32, 3)])
+def test_a_scratch_too_small_for_shared_tiles_is_refused(size: tuple[int, int]) -> None:
+    given = draw(40, DTYPES[0])
+    scratch = SplitScratch.allocate(max_values=size[0], max_tiles=size[1], device=DEVICE)
+    config = replace(SHARED_TILE_CONFIGS[0], tokens=64)
+    for refused in (scratch, None):
+        with pytest.raises(ValueError, match=r"of 40 x 44 needs a scratch of 16384 values, 4 tiles"):
+            linear.linear(given.x, given.weight, out=given.residual, config=config, scratch=refused, pdl=False)
 
 
 def power_of_two(value: int) -> bool:
@@ -189,25 +233,43 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES)
 def test_choice_is_a_configuration_the_kernels_can_run(shape: tuple[int, int]) -> None:
     assert isinstance(choose(1, *shape), FmaConfig)
-    for tokens in (1, 2, 4, 8, 16, 32, 48, 64, 96, 128):
+    for tokens in (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512, 1024, 4096):
         config = choose(tokens, *shape)
         if config is None:
             continue
         assert power_of_two(config.rows)
         assert power_of_two(config.block_k)
         assert config.num_warps in (1, 2, 4, 8)
-        if isinstance(config, DotConfig):
-            assert config.prefetch_k == 0 or power_of_two(config.prefetch_k)
-            tile_tokens = min(config.tokens, max(16, 1 << (tokens - 1).bit_length()))
-            assert config.stages * (config.rows + tile_tokens) * config.block_k * 2 <= SHARED_BYTES
-            if config.split_k > 1:
-                assert config.split_k * tokens * shape[0] <= MAX_SPLIT_VALUES
-                assert -(-shape[0] // config.rows) * -(-tokens // config.tokens) <= MAX_SPLIT_TILES
-    assert choose(500, *shape) is None
+        if isinstance(config, FmaConfig):
+            continue
+        assert config.prefetch_k == 0 or power_of_two(config.prefetch_k)
+        tile_tokens = min(config.tokens, max(16, 1 << (tokens - 1).bit_length()))
+        assert config.stages * (config.rows + tile_tokens) * config.block_k * 2 <= SHARED_BYTES
+        if isinstance(config, TileConfig):
+            assert power_of_two(config.tokens)
+
+
+@pytest.mark.parametrize("max_tokens", [8, 100, 4096])
+def test_the_largest_scratch_suffices_for_every_choice_and_is_one_of_them(max_tokens: int) -> None:
+    shapes = SHAPES[:5]
+    values, tiles = largest_scratch(shapes, max_tokens)
+    needed = [(0, 0)]
+    for tokens in range(1, max_tokens + 1):
+        for n, k in shapes:
+            config = choose(tokens, n, k)
+            if config is not None:
+                needed.append(scratch_size(config, tokens, n))
+    assert values == max(values for values, _ in needed)
+    assert tiles == max(tiles for _, tiles in needed)
+
+
+def test_a_model_without_shared_tiles_needs_no_scratch() -> None:
+    assert largest_scratch([(192, 72), (72, 192)], 1) == (0, 0)
 
 
 def test_gate_and_up_rows_of_many_tokens_are_tiles_where_their_memory_lies_even() -> None:
     assert isinstance(choose(512, 6144, 1024), TileConfig)
+    assert isinstance(choose(512, 4096, 1024), TileConfig)
     assert isinstance(choose(2048, 28672, 4096), TileConfig)
     assert choose(2048, 28672, 4100) is None
     for shape in ((4096, 1024), (1024, 2048), (6144, 4096), (4096, 14336), (128256, 4096)):

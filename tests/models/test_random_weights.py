@@ -9,7 +9,8 @@ import torch
 from tiny_models import TINY_MODELS, make_tiny
 
 from asyncengine.errors import StartupError
-from gpu_runner.models.registry import load_model, random_model
+from gpu_runner.models.registry import load_model, random_model, read_model_config
+from gpu_runner.models.weights import empty_weights, linear_shapes
 
 CPU = torch.device("cpu")
 
@@ -23,6 +24,16 @@ def test_a_config_alone_gives_a_model_of_the_checkpoints_size(name: str, tmp_pat
     random = random_model(str(tmp_path), device=CPU, dtype=torch.float32)
     assert random.weight_bytes == real.weight_bytes
     assert random.config == real.config
+
+
+@pytest.mark.parametrize("name", list(TINY_MODELS))
+def test_a_config_tells_the_shapes_of_the_weights_that_a_decoder_multiplies_by(name: str, tmp_path: Path) -> None:
+    make_tiny(name).save_pretrained(tmp_path)
+    config = read_model_config(str(tmp_path))
+    weights = empty_weights(config, device=torch.device("meta"), dtype=torch.bfloat16)
+    layer = weights.layers[0]
+    multiplied = (layer.qkv, layer.o, layer.gate_up, layer.down, weights.lm_head)
+    assert linear_shapes(config) == tuple(tuple(weight.shape) for weight in multiplied)
 
 
 def test_random_weights_are_the_same_each_time_and_gains_are_one(tmp_path: Path) -> None:
