@@ -65,7 +65,6 @@ _PAIRED = replace(_DEEP, stages=4)  # two programs fit on an SM
 _NARROW = DotConfig(rows=32, block_k=128, stages=4, num_warps=4, prefetch_k=512)
 _WIDE = DotConfig(rows=128, block_k=64, stages=5, num_warps=8, prefetch_k=256, weight_first=True)
 _SHALLOW_TILE = TileConfig(tokens=128, rows=128, block_k=64, stages=3, num_warps=4, group=16)
-_TILE = TileConfig(tokens=128, rows=256, block_k=64, stages=3, num_warps=8, group=16)
 # Few programs to an SM, that share all tiles: 128, into which K divides evenly.
 _SHARED_DEEP = TileConfig(
     tokens=64, rows=32, block_k=128, stages=8, num_warps=4, group=16, programs=128, prefetch_k=512
@@ -117,15 +116,15 @@ CUTS: tuple[tuple[int, int, int, LinearConfig | None], ...] = (
     (128, 1024, 4096, _SHARED_NARROW),
     (383, 1024, 4096, _SHARED),
     (383, 3072, 2048, _SHARED_DEEP),
-    (128, 4096, 4096, _SHARED_NARROW),
+    (128, ANY, ANY, None),
+    (383, 2048, ANY, None),
+    (383, 4096, 8192, None),
+    (383, 4096, MIN_HEAD_ROWS - 1, _SHARED_WIDE),
     (511, ANY, ANY, None),
     # Gate and up rows together, whose product is large: its SiLU is worth more than what a tile loses to cuBLAS.
     (767, 1024, 4096, _SHARED_WIDE),
     (ANY, 1024, 4096, None),
     (ANY, 1024, MIN_HEAD_ROWS - 1, _SHALLOW_TILE),
-    (2047, ANY, ANY, None),
-    (ANY, ANY, 8192, None),
-    (ANY, ANY, MIN_HEAD_ROWS - 1, _TILE),
     (ANY, ANY, ANY, None),
 )
 
