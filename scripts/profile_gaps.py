@@ -4,10 +4,10 @@
 
 MODEL_FOLDER needs a config.json only (default: the shapes in scripts/data); weights are random. Scheduler and executor
 run in the loop's order, two steps in flight, under torch.profiler, whose kernel intervals come from CUPTI. A step
-begins with its upload, the one host-to-device copy.
+begins with the kernel that fetches its plan.
 
     busy        time in which some kernel ran / all time; copies count as idle
-    idle gap    between the last kernel of a step and the first of the next, in which the step's copies run
+    idle gap    between the last kernel of a step and the first of the next
     without     median time of a step with the profiler off. Tracing every kernel slows a graph's replay, so gaps under
                 the profiler are an upper bound; kernel time over this is what the GPU was busy for when nobody looked
     host        what the loop's thread did in a gap: plan, launch, wait (for the device), commit, other
@@ -35,7 +35,7 @@ from asyncengine.config import EngineConfig
 WARM_STEPS = 20
 DISCARDED_STEPS = 5
 """At both ends of what was profiled: the pipeline fills after the clocks were compared, and drains."""
-UPLOAD = "Memcpy HtoD"
+FIRST_KERNEL = "step_meta_kernel"
 NO_KERNELS = ("Memcpy", "Memset", "Context Sync", "Stream Sync", "Stream Wait Event", "Event Sync")
 """How the names of the profiler's other events on the GPU begin."""
 SYNCHRONIZE = "cudaDeviceSynchronize"
@@ -96,8 +96,8 @@ def profile_decode(engine: Engine, batch: int, context: int, steps: int) -> tupl
         engine.scheduler.abort(rid)
     engine.drain()
 
-    kernels, uploads, synchronized = read_events(profiler)
-    if not kernels or len(uploads) <= 2 * DISCARDED_STEPS + 1:
+    kernels, begins, synchronized = read_events(profiler)
+    if len(begins) <= 2 * DISCARDED_STEPS + 1:
         raise SystemExit("the profiler recorded no kernels: is another profiler attached, or CUPTI missing?")
     first_kernel = min(kernel.begin for kernel in kernels)
     compared = [event for event in synchronized if event.end <= first_kernel]
@@ -105,23 +105,22 @@ def profile_decode(engine: Engine, batch: int, context: int, steps: int) -> tupl
         # nothing ran, so both clocks saw the same short call
         shift = (compared[-1].begin + compared[-1].end - 1e6 * (asked + answered)) / 2
         phases = [Interval(begin + shift, end + shift, name) for begin, end, name in phases]
-    report = analyse(kernels, uploads[DISCARDED_STEPS:-DISCARDED_STEPS], phases if compared else [])
+    report = analyse(kernels, begins[DISCARDED_STEPS:-DISCARDED_STEPS], phases if compared else [])
     return report, bool(compared)
 
 
 def read_events(profiler: profile) -> tuple[list[Interval], list[float], list[Interval]]:
-    """Kernels, the beginnings of uploads, and the host's calls that waited for the device; all in us, in order."""
-    kernels, uploads, synchronized = [], [], []
+    """Kernels, the beginnings of steps, and the host's calls that waited for the device; all in us, in order."""
+    kernels, synchronized = [], []
     for event in profiler.events() or ():
         interval = Interval(event.time_range.start, event.time_range.end, event.name)
         if event.device_type == DeviceType.CUDA:
-            if event.name.startswith(UPLOAD):
-                uploads.append(interval.begin)
-            elif not event.name.startswith(NO_KERNELS) and not event.is_user_annotation:
+            if not event.name.startswith(NO_KERNELS) and not event.is_user_annotation:
                 kernels.append(interval)
         elif event.name == SYNCHRONIZE:
             synchronized.append(interval)
-    return sorted(kernels), sorted(uploads), sorted(synchronized)
+    begins = sorted(kernel.begin for kernel in kernels if kernel.name == FIRST_KERNEL)
+    return sorted(kernels), begins, sorted(synchronized)
 
 
 # --------------------------------------------------------------------------------------------------------------- report

@@ -254,7 +254,7 @@ def test_a_report_of_made_up_steps_is_exact() -> None:
 
 
 class MadeUpProfiler:
-    """Steps of 100 us: the upload, then two kernels, then the download; before them, the host's wait for the GPU."""
+    """Steps of 100 us: three kernels, a copy that is none; before them, the host's wait for the GPU."""
 
     STEPS = 20
 
@@ -272,8 +272,8 @@ class MadeUpProfiler:
         yield made_up_event(DeviceType.CPU, "cudaGraphLaunch", 50, 60)
         for step in range(self.STEPS):
             begin = 100 * (step + 1)
-            yield made_up_event(DeviceType.CUDA, "Memcpy HtoD (Pinned -> Device)", begin, begin + 2)
-            yield made_up_event(DeviceType.CUDA, "forward", begin + 4, begin + 60)
+            yield made_up_event(DeviceType.CUDA, "step_meta_kernel", begin + 4, begin + 8)
+            yield made_up_event(DeviceType.CUDA, "forward", begin + 8, begin + 60)
             yield made_up_event(DeviceType.CUDA, "sample", begin + 60, begin + 94)
             yield made_up_event(DeviceType.CUDA, "Memcpy DtoH (Device -> Pinned)", begin + 94, begin + 96)
         yield made_up_event(DeviceType.CPU, "cudaDeviceSynchronize", 9000, 9001)
@@ -315,8 +315,8 @@ def test_the_loop_is_profiled_and_goes_on_unmarked(
     results = profile_gaps.profile_model(tiny_model, [1, 3], Namespace(context=8, steps=10))
     for result, batch in zip(results, (1, 3), strict=True):
         assert (result["batch"], result["step_us"], result["busy_us"], result["busy_share"]) == (batch, 100, 90, 0.9)
-        assert (result["kernels_per_step"], result["idle_us"]) == (2, {"p50": 10, "p99": 10, "max": 10})
-        assert result["kernels"] == [("forward", 56, 1), ("sample", 34, 1)]
+        assert (result["kernels_per_step"], result["idle_us"]) == (3, {"p50": 10, "p99": 10, "max": 10})
+        assert result["kernels"] == [("forward", 52, 1), ("sample", 34, 1), ("step_meta_kernel", 4, 1)]
         assert sum(result["longest_gaps_us"][0]["host"].values()) == pytest.approx(10)
     assert not {"launch", "collect"} & set(vars(engine.executor))
     output = capsys.readouterr().out
