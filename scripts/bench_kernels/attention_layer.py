@@ -91,7 +91,8 @@ class Layers:
         self.q_norm, self.k_norm = norms
         self.residual = weights(rows, hidden)
         self.qkv = weights(rows, width) * width**0.5
-        self.ops = CudaOps(self.device)
+        shapes = [(width, hidden), (hidden, shape.heads * shape.head_dim)]
+        self.ops = CudaOps.for_weights(shapes, max_tokens=rows, device=self.device)
 
     def work(self, choice: Choice) -> WorkList:
         step = self.step
