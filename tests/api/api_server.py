@@ -12,6 +12,7 @@ import aiohttp
 
 from asyncengine.api.app import bound_port, run_app
 from asyncengine.api.backend import Backend
+from asyncengine.api.tracing import Tracing
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -48,9 +49,9 @@ async def eventually(condition: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def serving(backend: Backend) -> AsyncIterator[Server]:
+async def serving(backend: Backend, *, tracing: Tracing | None = None) -> AsyncIterator[Server]:
     """The real application over `backend`, on a free port."""
-    runner = await run_app(backend, "127.0.0.1", 0)
+    runner = await run_app(backend, "127.0.0.1", 0, tracing=tracing)
     try:
         async with aiohttp.ClientSession() as session:
             yield Server(f"http://127.0.0.1:{bound_port(runner)}", session)
