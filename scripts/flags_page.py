@@ -17,7 +17,8 @@ HEAD = """# Flags
 Written by `python scripts/flags_page.py > docs/flags.md`; a test compares the two. `make serve ARGS="..."` takes those
 of `serve`. A value out of bounds ends the start with a line that says what is allowed.
 """
-DEFAULT = re.compile(r"\s*\(default: (.*)\)$")
+# early versions of Python 3.11 add a second one to switches
+DEFAULT = re.compile(r"\s*\(default: (.*?)\)(?: \(default: .*\))?$")
 
 
 class Flag(NamedTuple):

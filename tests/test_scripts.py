@@ -425,6 +425,17 @@ def test_the_page_of_flags_says_what_the_parser_does() -> None:
         assert all(f"`{option}`" in " ".join(documented) for option in options(parser)), name
 
 
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in DOCS.glob("*.md"))])
+def test_files_that_a_page_names_exist(page: str) -> None:
+    named = re.findall(r"\b(?:docs|scripts|tests)/[\w./-]*\w", (DOCS.parent / page).read_text())
+    assert [name for name in named if not (DOCS.parent / name).exists()] == []
+
+
+def test_the_serving_guide_names_flags_that_exist() -> None:
+    named = set(re.findall(r"--[a-z][a-z-]+", (DOCS / "serving.md").read_text()))
+    assert named <= options(subcommands()["serve"])
+
+
 def options(parser: argparse.ArgumentParser) -> set[str]:
     """As its help shows them."""
     return {*re.findall(r"--[a-z-]+", parser.format_help())} - {"--help"}

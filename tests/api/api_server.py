@@ -6,13 +6,15 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
 from asyncengine.api.app import bound_port, run_app
 from asyncengine.api.backend import Backend
-from asyncengine.api.tracing import Tracing
+
+if TYPE_CHECKING:
+    from asyncengine.api.tracing import Tracing
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -15,16 +15,19 @@ import openai
 import pytest
 from api_server import CHAT, COMPLETIONS, serving
 from fake_backend import MODEL, FakeBackend
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import SpanKind, StatusCode
 from support.python_path import PYTHON_PATH
 
-from asyncengine.api.tracing import Tracing
 from asyncengine.errors import EngineDeadError, StartupError
 from asyncengine.streams import Delta
 from asyncengine.telemetry import export_spans_to, make_tracing
 from asyncengine.timeline import Timeline
+
+pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="OpenTelemetry's packages are not installed")
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+
+from asyncengine.api.tracing import Tracing
 
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SECRET = "the prompt's own words"

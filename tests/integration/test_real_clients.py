@@ -13,11 +13,13 @@ import openai
 import pydantic
 import pytest
 import pytest_asyncio
-from langchain_core.messages import AIMessage, AIMessageChunk, ToolMessage
-from langchain_openai import ChatOpenAI
 
 from asyncengine import AsyncEngine, EngineConfig
 from asyncengine.api.app import bound_port, run_app
+
+pytest.importorskip("langchain_openai", reason="LangChain's OpenAI client is not installed")
+from langchain_core.messages import AIMessage, AIMessageChunk, ToolMessage
+from langchain_openai import ChatOpenAI
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
