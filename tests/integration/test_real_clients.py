@@ -125,7 +125,7 @@ def chat(url: str) -> ChatOpenAI:
         api_key=pydantic.SecretStr("none"),
         temperature=0,
         max_retries=0,
-        max_tokens=80,
+        max_completion_tokens=80,
     )
 
 
