@@ -32,6 +32,8 @@ ENVIRONMENT_NAMES = frozenset(
         "OMP_WAIT_POLICY",
     }
 )
+OPENTELEMETRY_PREFIX = "OTEL_"
+"""For the processes that serve HTTP only: the collector's keys are among these variables."""
 ENVIRONMENT_PREFIXES = ("LC_", "PYTHON", "CUDA_", "NVIDIA_", "NCCL_", "TORCH", "PYTORCH_", "TRITON_", "ASYNCENGINE_")
 
 
@@ -111,7 +113,8 @@ def start_child(
 
 
 def sidecar_environment(environ: Mapping[str, str], config: EngineConfig, role: Role) -> dict[str, str]:
-    """A sidecar's environment: an allow-list of this process's (no tokens, no keys) and how many threads to use."""
+    """A sidecar's environment: an allow-list of this process's and how many threads to use. No tokens, no keys, but for
+    those of an OpenTelemetry collector where its spans are made."""
     env = {k: v for k, v in environ.items() if k in ENVIRONMENT_NAMES or k.startswith(ENVIRONMENT_PREFIXES)}
     cores = len(os.sched_getaffinity(0))
     if role == "gpu_runner":
@@ -119,6 +122,8 @@ def sidecar_environment(environ: Mapping[str, str], config: EngineConfig, role: 
         env.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads of torch starve the sidecars beside it
         return env
     env["OMP_NUM_THREADS"] = "1"
+    if role == "api_worker":
+        env |= {name: value for name, value in environ.items() if name.startswith(OPENTELEMETRY_PREFIX)}
     threads = max(1, cores // (2 * config.tokenizer_workers)) if role == "tokenizer_proc" else 1
     env["RAYON_NUM_THREADS"] = str(threads)
     env["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"

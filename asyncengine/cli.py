@@ -16,6 +16,8 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, get_args
 
 from asyncengine.config import (
+    DEFAULT_STEP_TOKENS_CPU,
+    DEFAULT_STEP_TOKENS_GPU,
     Device,
     DType,
     EngineConfig,
@@ -27,6 +29,7 @@ from asyncengine.config import (
     runs_on_cpu,
 )
 from asyncengine.errors import EngineError, StartupError
+from asyncengine.telemetry import export_spans_to, make_tracing
 
 if TYPE_CHECKING:
     import tqdm
@@ -64,8 +67,16 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="serve a model over an OpenAI-compatible HTTP API")
     serve.set_defaults(command=serve_command)
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    serve.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
+    serve.add_argument(
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="loopback address to listen on (default: %(default)s)"
+    )
+    serve.add_argument(
+        "--port",
+        type=int,
+        default=8000,
+        metavar="PORT",
+        help="port to listen on, 0 = any free one (default: %(default)s)",
+    )
     serve.add_argument(
         "--api-workers",
         default="auto",
@@ -73,14 +84,26 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"processes that serve HTTP, from 1 to {MAX_API_WORKERS}, or auto: 1 without a GPU or with fewer than "
         f"{CORES_FOR_API_WORKERS} cores, else {AUTO_API_WORKERS} (default: %(default)s)",
     )
+    serve.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="OpenTelemetry collector (OTLP over HTTP) that gets a span per request "
+        "(default: OTEL_EXPORTER_OTLP_ENDPOINT, or none)",
+    )
     add_engine_options(serve)
 
     chat = commands.add_parser("chat", help="talk to a model in the terminal")
     chat.set_defaults(command=chat_command)
-    chat.add_argument("--url", help="talk to the asyncengine server at this address instead of starting an engine")
-    chat.add_argument("--system", help="system message")
-    chat.add_argument("--temperature", type=float, default=0.7, help="0 = greedy (default: %(default)s)")
-    chat.add_argument("--max-tokens", type=int, help="longest answer in tokens (default: what the context holds)")
+    chat.add_argument(
+        "--url", metavar="URL", help="talk to the server at this address instead of starting an engine (default: none)"
+    )
+    chat.add_argument("--system", metavar="TEXT", help="system message (default: none)")
+    chat.add_argument(
+        "--temperature", type=float, default=0.7, metavar="NUMBER", help="from 0 = greedy to 2 (default: %(default)s)"
+    )
+    chat.add_argument(
+        "--max-tokens", type=int, metavar="TOKENS", help="longest answer (default: what the context holds)"
+    )
     add_engine_options(chat)
     return parser
 
@@ -97,46 +120,104 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "SmolLM2-135M-Instruct)",
     )
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--device", choices=get_args(Device), default=default.device)
-    engine.add_argument("--dtype", choices=get_args(DType), default=default.dtype)
     engine.add_argument(
-        "--load-format", choices=get_args(LoadFormat), default=default.load_format, help="dummy = random weights"
+        "--device",
+        choices=get_args(Device),
+        default=default.device,
+        help="where the model runs; auto = a GPU if there is one (default: %(default)s)",
     )
-    engine.add_argument("--max-model-len", type=int, help="context length in tokens (default: the model's own)")
-    engine.add_argument("--max-num-seqs", type=int, default=default.max_num_seqs, help="requests running at once")
+    engine.add_argument(
+        "--dtype",
+        choices=get_args(DType),
+        default=default.dtype,
+        help="of weights and KV cache; auto = bfloat16 on a GPU, float32 on a CPU (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--load-format",
+        choices=get_args(LoadFormat),
+        default=default.load_format,
+        help="dummy = random weights of the shapes in config.json (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="TOKENS",
+        help="context length, prompt and answer together (default: the model's own, or what the KV cache holds)",
+    )
+    engine.add_argument(
+        "--max-num-seqs",
+        type=int,
+        default=default.max_num_seqs,
+        metavar="REQUESTS",
+        help="requests running at once; each of n choices counts (default: %(default)s)",
+    )
     engine.add_argument(
         "--max-num-batched-tokens",
         type=int,
         default=default.max_num_batched_tokens,
-        help="tokens computed in one step (default: 2048 on a GPU, 256 on a CPU)",
+        metavar="TOKENS",
+        help=f"tokens computed in one step (default: {DEFAULT_STEP_TOKENS_GPU} on a GPU, {DEFAULT_STEP_TOKENS_CPU} on "
+        "a CPU, --max-num-seqs if that is more)",
     )
     engine.add_argument(
         "--gpu-memory-utilization",
         type=float,
         default=default.gpu_memory_utilization,
-        help="share of GPU memory to use",
+        metavar="SHARE",
+        help="how much of the GPU's memory to use, from 0 to 1 (default: %(default)s)",
     )
-    engine.add_argument("--kv-cache-tokens", type=int, help="KV cache size in tokens (default: from memory)")
     engine.add_argument(
-        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=default.enable_prefix_caching
+        "--kv-cache-tokens",
+        type=int,
+        metavar="TOKENS",
+        help="size of the KV cache (default: what memory leaves room for)",
     )
-    engine.add_argument("--served-model-name", help="name clients call the model by")
-    engine.add_argument("--scheduling-policy", choices=get_args(SchedulingPolicy), default=default.scheduling_policy)
-    engine.add_argument("--chat-template", metavar="FILE", help="a Jinja file to use instead of the model's")
+    engine.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=default.enable_prefix_caching,
+        help="reuse the computed pages of equal prompt prefixes (default: on)",
+    )
+    engine.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        help="what clients call the model (default: MODEL, of a file its name without .gguf)",
+    )
+    engine.add_argument(
+        "--scheduling-policy",
+        choices=get_args(SchedulingPolicy),
+        default=default.scheduling_policy,
+        help="which waiting request is next (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--chat-template", metavar="FILE", help="a Jinja file for chats (default: the model's own template)"
+    )
     engine.add_argument(
         "--tool-call-parser",
         choices=get_args(ToolCallParserName),
         default=default.tool_call_parser,
-        help="how the model writes tool calls (default: what its chat template shows)",
+        help="how the model writes tool calls; auto = as its chat template shows (default: %(default)s)",
     )
     engine.add_argument(
         "--reasoning-parser",
         choices=get_args(ReasoningParserName),
         default=default.reasoning_parser,
-        help="how the model writes its reasoning (default: what its chat template shows)",
+        help="how the model writes its reasoning; auto = as its chat template shows (default: %(default)s)",
     )
-    engine.add_argument("--tokenizer-workers", type=int, default=default.tokenizer_workers)
-    engine.add_argument("--detokenizer-workers", type=int, default=default.detokenizer_workers)
+    engine.add_argument(
+        "--tokenizer-workers",
+        type=int,
+        default=default.tokenizer_workers,
+        metavar="N",
+        help="processes that tokenize prompts, from 1 to 64 (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--detokenizer-workers",
+        type=int,
+        default=default.detokenizer_workers,
+        metavar="N",
+        help="processes that make text of tokens, from 1 to 64 (default: %(default)s)",
+    )
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -152,6 +233,8 @@ def serve_command(args: argparse.Namespace) -> int:
         )
     if not 0 <= args.port <= 65535:
         raise StartupError(f"--port must be from 0 to 65535, got {args.port}")
+    if args.otlp_endpoint:
+        export_spans_to(args.otlp_endpoint)
     config = engine_config(args)
     workers = api_workers(args.api_workers, config)
     check_port_free(args.host, args.port)
@@ -197,13 +280,14 @@ async def _serve(config: EngineConfig, host: str, port: int, modules: Mapping[Ro
     from asyncengine.engine import AsyncEngine
     from asyncengine.startup_report import report
 
+    tracing = make_tracing()
     async with contextlib.AsyncExitStack() as stack:
         with ConsoleProgress() as progress:
             engine = await AsyncEngine.start(config, progress=progress, modules=modules)
             print("\n".join(report(engine.info)), file=sys.stderr, flush=True)
         stack.push_async_callback(engine.close)
         freeze_start_up()
-        runner = await run_app(engine, host, port)
+        runner = await run_app(engine, host, port, tracing=tracing)
         stack.push_async_callback(runner.cleanup)
         # closed before the server, the engine ends every stream with an error that its client can read
         stack.push_async_callback(engine.close)

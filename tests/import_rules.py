@@ -53,6 +53,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "triton": ("gpu_runner.kernels",),
     "zmq": ("asyncengine.wire",),
     "llguidance": ("gpu_runner.grammar.child",),
+    "opentelemetry": ("asyncengine.api.tracing",),
 }
 
 FORBIDDEN_MODULES = (

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -20,6 +22,7 @@ import msgspec
 import profile_gaps
 import pytest
 from bench_step import Engine
+from flags_page import flags, flags_page, subcommands
 from gpu_gaps import Gap, Interval, analyse, merged, overlaps, step_gaps
 from load_worker import Exchange, Job, Record, judge, split
 from load_workload import make_jobs, read_trace
@@ -30,6 +33,7 @@ from asyncengine.config import EngineConfig
 from detokenizer_proc.vocabulary import Vocabulary
 
 GPU_CHECK = Path(__file__).parents[1] / "scripts" / "gpu_check.sh"
+DOCS = Path(__file__).parents[1] / "docs"
 
 # ----------------------------------------------------------------------------------------------------- what is sent
 
@@ -409,3 +413,37 @@ def test_the_sanitizers_steps_run_and_its_absence_is_told(tmp_path: Path) -> Non
         assert code == status
         ends = [line.split(word)[0] for line in output.splitlines() if word in line]
         assert ends == ["==> memcheck: ", "==> racecheck: "]
+
+
+# ------------------------------------------------------------------------------------------------- what is documented
+
+
+def test_the_page_of_flags_says_what_the_parser_does() -> None:
+    assert (DOCS / "flags.md").read_text() == flags_page(), "run: python scripts/flags_page.py > docs/flags.md"
+    for name, parser in subcommands().items():
+        documented = {flag.names for flag in flags(parser)}
+        assert all(f"`{option}`" in " ".join(documented) for option in options(parser)), name
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in DOCS.glob("*.md"))])
+def test_files_that_a_page_names_exist(page: str) -> None:
+    named = re.findall(r"\b(?:docs|scripts|tests)/[\w./-]*\w", (DOCS.parent / page).read_text())
+    assert [name for name in named if not (DOCS.parent / name).exists()] == []
+
+
+def test_the_serving_guide_names_flags_that_exist() -> None:
+    named = set(re.findall(r"--[a-z][a-z-]+", (DOCS / "serving.md").read_text()))
+    assert named <= options(subcommands()["serve"])
+
+
+def options(parser: argparse.ArgumentParser) -> set[str]:
+    """As its help shows them."""
+    return {*re.findall(r"--[a-z-]+", parser.format_help())} - {"--help"}
+
+
+def test_a_flag_without_a_unit_or_a_default_is_refused_by_name() -> None:
+    for more in ({"help": "x (default: 1)"}, {"metavar": "N", "help": "x"}):
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--new", **more)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="`--new` needs"):
+            flags(parser)

@@ -7,6 +7,7 @@ import gc
 import logging
 import socket
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -17,6 +18,9 @@ from asyncengine.api.routes import Routes
 from asyncengine.api.status_routes import StatusRoutes
 from asyncengine.api.token_routes import TokenRoutes
 from asyncengine.errors import StartupError
+
+if TYPE_CHECKING:
+    from asyncengine.api.tracing import Tracing
 
 MIN_BODY_BYTES = 4 * 1024 * 1024
 BODY_BYTES_PER_TOKEN = 16
@@ -32,26 +36,33 @@ SHUTDOWN_SECONDS = 2.0
 logger = logging.getLogger(__name__)
 
 
-def make_app(backend: Backend) -> web.Application:
-    """The application; see `run_app` for how it must be run."""
+def make_app(backend: Backend, tracing: Tracing | None = None) -> web.Application:
+    """The application; see `run_app` for how it must be run. It closes `tracing`."""
     max_body = max(MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN * backend.info.max_model_len)
-    app = web.Application(middlewares=[errors_as_json], client_max_size=max_body)
+    middlewares = [errors_as_json] if tracing is None else [tracing.middleware, errors_as_json]
+    app = web.Application(middlewares=middlewares, client_max_size=max_body)
+    if tracing is not None:
+        app.on_cleanup.append(tracing.close)
     Routes(backend).add_to(app)
     TokenRoutes(backend).add_to(app)
     StatusRoutes(backend).add_to(app)
     return app
 
 
-async def run_app(backend: Backend, host: str, port: int) -> web.AppRunner:
+async def run_app(backend: Backend, host: str, port: int, *, tracing: Tracing | None = None) -> web.AppRunner:
     """Serve `backend` until the runner's `cleanup` is awaited. Port 0 takes a free one; `bound_port` tells which.
 
     Raises `StartupError` when the address cannot be had.
     """
-    return await run_app_on(backend, bind(host, port))
+    return await run_app_on(backend, bind(host, port), tracing=tracing)
 
 
 async def run_app_on(
-    backend: Backend, sockets: Sequence[socket.socket], *, acceptors: int = ACCEPTORS
+    backend: Backend,
+    sockets: Sequence[socket.socket],
+    *,
+    acceptors: int = ACCEPTORS,
+    tracing: Tracing | None = None,
 ) -> web.AppRunner:
     """Serve `backend` on bound sockets, which the runner then owns.
 
@@ -59,7 +70,7 @@ async def run_app_on(
     """
     # without handler_cancellation a client that is gone would go unnoticed until the next write
     runner = web.AppRunner(
-        make_app(backend),
+        make_app(backend, tracing),
         logger=logger,
         access_log=None,
         handler_cancellation=True,

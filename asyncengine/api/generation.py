@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, closing
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -18,6 +19,9 @@ from asyncengine.api.sse import DONE, EventStream, event
 from asyncengine.api.usage import UsageCounter
 from asyncengine.errors import EngineError
 from asyncengine.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from asyncengine.api.tracing import RequestTrace
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +40,10 @@ class Generation:
         shape: Shape,
         include_usage: bool,
         parser: Callable[[], AnswerParser | None] = lambda: None,
+        trace: RequestTrace | None = None,
     ) -> None:
-        """namespace: whose prefixes the prompts may share. parser: makes what takes a choice's text apart, or None."""
+        """namespace: whose prefixes the prompts may share. parser: makes what takes a choice's text apart, or None.
+        trace: hears what becomes of it."""
         self._backend = backend
         self._prompts = prompts
         self._params = params
@@ -47,6 +53,7 @@ class Generation:
         self._usage = UsageCounter(n=params.n)
         self._new_parser = parser
         self._parsers: dict[int, AnswerParser | None] = {}
+        self._trace = trace
 
     async def respond(self, headers: Mapping[str, str]) -> web.Response:
         """The whole answer at once. Raises `EngineError`."""
@@ -85,13 +92,18 @@ class Generation:
         try:
             await relay.run()
         except EngineError as error:
-            return event(error_json(error))
+            return self._failed(error)
         except ConnectionError:
             raise
         except Exception:  # the status is sent: the stream itself must tell that it is incomplete
             logger.exception("a stream failed")
-            return event(error_json(INTERNAL_ERROR))
+            return self._failed(INTERNAL_ERROR)
         return (self._shape.usage_chunk(self._usage.total()) if self._include_usage else b"") + DONE
+
+    def _failed(self, error: EngineError) -> bytes:
+        if self._trace is not None:
+            self._trace.fail(error.code or error.type)
+        return event(error_json(error))
 
     def _events(self, news: News) -> bytes:
         news = self._take_in(news)
@@ -110,6 +122,8 @@ class Generation:
 
     def _take_in(self, news: News) -> News:
         """Count the news; returns them with their text taken apart."""
+        if self._trace is not None:
+            self._trace.take(news)
         parsed: News = []
         for index, delta in news:
             self._usage.add(index, delta)

@@ -20,6 +20,7 @@ from asyncengine.api.shapes import AnswerOptions, ChatShape, CompletionShape, Sh
 from asyncengine.engine_info import EngineInfo
 from asyncengine.errors import InvalidRequestError
 from asyncengine.sampling import SamplingParams
+from asyncengine.telemetry import current_trace
 
 REQUEST_ID_HEADER = "X-Request-Id"
 
@@ -84,24 +85,35 @@ class Routes:
         asked: GenerationRequest = parsed.request
         options = asked.stream_options
         include_usage = options is not None and bool(options.include_usage)
+        answer = shape(
+            self._backend.info.model,
+            AnswerOptions(
+                name=_request_name(request) or asked.request_id,
+                token_ids=bool(asked.return_token_ids),
+                logprobs=params.logprobs is not None,
+                include_usage=include_usage,
+                continuous_usage=options is not None and bool(options.continuous_usage_stats),
+                timings_from=received_ns if asked.timings else None,
+            ),
+        )
+        trace = current_trace.get()
+        if trace is not None:
+            trace.accepted(
+                model=self._backend.info.model,
+                response_id=answer.id,
+                n=params.n,
+                prompts=len(prompts),
+                streamed=bool(asked.stream),
+            )
         generation = Generation(
             backend=self._backend,
             prompts=prompts,
             params=params,
             namespace=asked.cache_salt or "",
-            shape=shape(
-                self._backend.info.model,
-                AnswerOptions(
-                    name=_request_name(request) or asked.request_id,
-                    token_ids=bool(asked.return_token_ids),
-                    logprobs=params.logprobs is not None,
-                    include_usage=include_usage,
-                    continuous_usage=options is not None and bool(options.continuous_usage_stats),
-                    timings_from=received_ns if asked.timings else None,
-                ),
-            ),
+            shape=answer,
             include_usage=include_usage,
             parser=parser,
+            trace=trace,
         )
         headers = ignored_fields_header(parsed.ignored)
         return await (generation.stream(request, headers) if asked.stream else generation.respond(headers))

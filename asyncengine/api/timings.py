@@ -8,6 +8,8 @@ import msgspec
 
 from asyncengine.timeline import Timeline
 
+PARTS = ("accept", "tokenize", "queue", "prefill", "detokenize", "decode", "write")
+
 
 class TimingsJson(msgspec.Struct, frozen=True, kw_only=True):
     """Milliseconds. The parts follow each other without a gap, so they add up to `total_ms`, which is from the
@@ -36,19 +38,8 @@ class TimingsJson(msgspec.Struct, frozen=True, kw_only=True):
 
 def timings(timeline: Timeline, received_ns: int) -> TimingsJson:
     """Of a choice that has ended and is being written now. received_ns: when its request was, by CLOCK_MONOTONIC."""
-    marks = [
-        timeline.arrived,
-        timeline.encoded,
-        timeline.started,
-        timeline.computed,
-        timeline.seen,
-        timeline.finished,
-        time.monotonic_ns(),
-    ]
-    for place in reversed(range(len(marks) - 1)):
-        # what never came ended with what came next; and stamps of two processes may cross by microseconds
-        marks[place] = min(marks[place] or marks[place + 1], marks[place + 1])
-    milliseconds = [round((end - begin) / 1e6, 3) for begin, end in zip([received_ns, *marks], marks, strict=False)]
+    ends = part_ends(timeline, time.monotonic_ns())
+    milliseconds = [round((end - begin) / 1e6, 3) for begin, end in zip([received_ns, *ends], ends, strict=False)]
     accept, tokenize, queue, prefill, detokenize, decode, write = milliseconds
     return TimingsJson(
         accept_ms=accept,
@@ -58,6 +49,23 @@ def timings(timeline: Timeline, received_ns: int) -> TimingsJson:
         detokenize_ms=detokenize,
         decode_ms=decode,
         write_ms=write,
-        first_token_ms=round((marks[4] - received_ns) / 1e6, 3),
-        total_ms=round((marks[-1] - received_ns) / 1e6, 3),
+        first_token_ms=round((ends[4] - received_ns) / 1e6, 3),
+        total_ms=round((ends[-1] - received_ns) / 1e6, 3),
     )
+
+
+def part_ends(timeline: Timeline, written_ns: int) -> list[int]:
+    """When each of `PARTS` ended (ns), which is when the next began."""
+    ends = [
+        timeline.arrived,
+        timeline.encoded,
+        timeline.started,
+        timeline.computed,
+        timeline.seen,
+        timeline.finished,
+        written_ns,
+    ]
+    for place in reversed(range(len(ends) - 1)):
+        # what never came ended with what came next; and stamps of two processes may cross by microseconds
+        ends[place] = min(ends[place] or ends[place + 1], ends[place + 1])
+    return ends

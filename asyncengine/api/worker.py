@@ -18,6 +18,7 @@ from asyncengine.api.app import freeze_start_up, run_app_on
 from asyncengine.config import SidecarConfig
 from asyncengine.engine_info import EngineInfo, Health
 from asyncengine.front_end import FrontEnd
+from asyncengine.telemetry import make_tracing
 from asyncengine.wire.messages import EngineStatus, ToEngine
 from asyncengine.wire.pipes import Pipes
 from asyncengine.wire.sidecar import HEARTBEAT_SECONDS, Reporter, run_sidecar
@@ -93,12 +94,13 @@ async def _serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> Non
     worker = ApiWorker(config, pipes)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.end, CLOSED)
     sockets = [socket.socket(fileno=fd) for fd in config.listen_fds]
+    tracing = make_tracing()
     beating = asyncio.create_task(_beat(worker, reporter))
     try:
         reporter.ready()
         if await worker.begun():
             freeze_start_up()
-            runner = await run_app_on(worker, sockets, acceptors=ACCEPTORS)
+            runner = await run_app_on(worker, sockets, acceptors=ACCEPTORS, tracing=tracing)
             await worker.ended()
             await runner.cleanup()
     finally:

@@ -6,12 +6,15 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
 from asyncengine.api.app import bound_port, run_app
 from asyncengine.api.backend import Backend
+
+if TYPE_CHECKING:
+    from asyncengine.api.tracing import Tracing
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -48,9 +51,9 @@ async def eventually(condition: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def serving(backend: Backend) -> AsyncIterator[Server]:
+async def serving(backend: Backend, *, tracing: Tracing | None = None) -> AsyncIterator[Server]:
     """The real application over `backend`, on a free port."""
-    runner = await run_app(backend, "127.0.0.1", 0)
+    runner = await run_app(backend, "127.0.0.1", 0, tracing=tracing)
     try:
         async with aiohttp.ClientSession() as session:
             yield Server(f"http://127.0.0.1:{bound_port(runner)}", session)

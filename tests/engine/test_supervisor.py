@@ -229,6 +229,9 @@ def test_a_sidecar_gets_no_secrets_and_few_threads() -> None:
         "RAYON_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    collector = {"OTEL_EXPORTER_OTLP_HEADERS": "key=secret"}
+    assert collector.items() <= sidecar_environment(environ | collector, EngineConfig(), "api_worker").items()
+    assert not collector.keys() & sidecar_environment(environ | collector, EngineConfig(), "gpu_runner").keys()
     cores = str(len(os.sched_getaffinity(0)))
     passive = {"OMP_WAIT_POLICY": "PASSIVE"}
     on_cpu, on_gpu = EngineConfig(device="cpu"), EngineConfig(device="cuda")

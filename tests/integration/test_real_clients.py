@@ -1,0 +1,190 @@
+"""Clients as people have them, against the real SmolLM2: the `openai` package, LangChain's, and curl."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Literal
+
+import openai
+import pydantic
+import pytest
+import pytest_asyncio
+
+from asyncengine import AsyncEngine, EngineConfig
+from asyncengine.api.app import bound_port, run_app
+
+pytest.importorskip("langchain_openai", reason="LangChain's OpenAI client is not installed")
+from langchain_core.messages import AIMessage, AIMessageChunk, ToolMessage
+from langchain_openai import ChatOpenAI
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+
+MODEL = "SmolLM2-135M-Instruct"
+QUESTION = "What is the capital of France?"
+ANSWER = "The capital of France is Paris."
+ASKED: list[Any] = [{"role": "user", "content": QUESTION}]
+SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+TEMPLATE = """
+{%- set task = 'Call <tool_call>{"name": .., "arguments": ..}</tool_call>: ' + tools | tojson if tools else 'SYSTEM' %}
+{{- '<|im_start|>system\n' + task + '<|im_end|>\n' }}
+{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' + (message.content or '') }}
+{%- for call in message.tool_calls or [] %}{{ '<tool_call>' + call.function | tojson + '</tool_call>' }}{% endfor %}
+{{- '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+""".replace("SYSTEM", SYSTEM)
+"""The model's own, with a place for tools."""
+
+
+class Weather(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+    city: Literal["Paris", "Rome"]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
+    template: Path = tmp_path_factory.mktemp("template") / "template.jinja"
+    template.write_text(TEMPLATE)
+    config = EngineConfig(
+        device="cpu", kv_cache_tokens=8192, max_model_len=1024, max_num_seqs=8, chat_template=str(template)
+    )
+    async with AsyncEngine.start(config) as engine:
+        runner = await run_app(engine, "127.0.0.1", 0)
+        yield f"http://127.0.0.1:{bound_port(runner)}"
+        await runner.cleanup()
+
+
+# ------------------------------------------------------------------------------------------------------------- openai
+
+
+async def test_the_synchronous_openai_client_chats_streams_and_gets_log_probabilities(url: str) -> None:
+    def talk() -> tuple[str | None, str, list[str]]:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            asked: Any = {"model": MODEL, "messages": ASKED, "temperature": 0}
+            whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2).choices[0]
+            streamed = "".join(
+                chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**asked, stream=True)
+            )
+            assert whole.logprobs is not None
+            assert whole.logprobs.content is not None
+            assert all(len(entry.top_logprobs) == 2 for entry in whole.logprobs.content)
+            return whole.message.content, streamed, [entry.token for entry in whole.logprobs.content]
+
+    content, streamed, tokens = await asyncio.to_thread(talk)
+    assert content == streamed == "".join(tokens) == ANSWER
+
+
+async def test_the_openai_clients_parse_helper_makes_objects_of_a_type(url: str) -> None:
+    def talk() -> Weather | None:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            answer = client.chat.completions.parse(
+                model=MODEL, messages=ASKED, temperature=0, max_tokens=80, response_format=Weather
+            )
+            return answer.choices[0].message.parsed
+
+    weather = await asyncio.to_thread(talk)
+    assert isinstance(weather, Weather)
+
+
+async def test_the_openai_clients_stream_helper_gathers_events_to_an_answer_with_a_tool_call(url: str) -> None:
+    async with (
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        client.chat.completions.stream(
+            model=MODEL,
+            messages=ASKED,
+            temperature=0,
+            max_tokens=80,
+            tools=[openai.pydantic_function_tool(Weather)],
+            tool_choice="required",
+            parallel_tool_calls=False,
+            stream_options={"include_usage": True},
+        ) as stream,
+    ):
+        kinds = [event.type async for event in stream]
+        answer = await stream.get_final_completion()
+    calls = answer.choices[0].message.tool_calls
+    assert calls is not None
+    assert [type(call.function.parsed_arguments) for call in calls] == [Weather]
+    assert kinds.count("tool_calls.function.arguments.done") == 1
+    assert "tool_calls.function.arguments.delta" in kinds
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens > 8
+
+
+# ---------------------------------------------------------------------------------------------------------- LangChain
+
+
+@pytest.fixture
+def chat(url: str) -> ChatOpenAI:
+    return ChatOpenAI(
+        model=MODEL,
+        base_url=f"{url}/v1",
+        api_key=pydantic.SecretStr("none"),
+        temperature=0,
+        max_retries=0,
+        max_completion_tokens=80,
+    )
+
+
+async def test_langchain_chats_streams_and_gets_log_probabilities(chat: ChatOpenAI) -> None:
+    async def stream() -> list[str]:
+        return [str(chunk.content) async for chunk in chat.astream(QUESTION)]
+
+    whole, chunks, (batched,) = await asyncio.gather(
+        chat.ainvoke(QUESTION, logprobs=True), stream(), asyncio.to_thread(chat.batch, [QUESTION])
+    )
+    assert "".join(chunks) == batched.content == ANSWER
+    assert len(chunks) > 4
+    assert whole.content == ANSWER
+    assert whole.usage_metadata is not None
+    assert whole.usage_metadata["output_tokens"] == 8
+    assert "".join(entry["token"] for entry in whole.response_metadata["logprobs"]["content"]) == ANSWER
+
+
+async def test_langchain_calls_tools_whole_and_streamed_and_hands_back_results(chat: ChatOpenAI) -> None:
+    model = chat.bind_tools([Weather], tool_choice="Weather")
+
+    async def stream() -> Any:
+        gathered = AIMessageChunk(content="")
+        async for chunk in model.astream(QUESTION):
+            gathered += chunk  # type: ignore[assignment]
+        return gathered
+
+    answer, gathered = await asyncio.gather(model.ainvoke(QUESTION), stream())
+    assert isinstance(answer, AIMessage)
+    (call,) = answer.tool_calls
+    assert call["name"] == "Weather"
+    Weather.model_validate(call["args"])
+    assert [(again["name"], again["args"]) for again in gathered.tool_calls] == [("Weather", call["args"])]
+    result = ToolMessage("21 degrees", tool_call_id=call["id"] or "")
+    assert (await chat.ainvoke([("user", QUESTION), answer, result], max_tokens=4)).content
+
+
+async def test_langchains_structured_output_is_an_object_of_the_type(chat: ChatOpenAI) -> None:
+    answer = await chat.with_structured_output(Weather).ainvoke(QUESTION)
+    assert isinstance(answer, Weather)
+
+
+# --------------------------------------------------------------------------------------------------------------- curl
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+async def test_curl_gets_answers_whole_and_streamed_and_refusals_with_their_status(url: str) -> None:
+    async def post(options: str, **body: Any) -> str:
+        json_body = json.dumps(body)
+        command = f"curl -sSN {options} {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json_body}'"
+        process = await asyncio.create_subprocess_shell(command, stdout=asyncio.subprocess.PIPE)
+        output, _ = await process.communicate()
+        assert process.returncode == 0
+        return output.decode()
+
+    whole = json.loads(await post("--fail", messages=ASKED, temperature=0))
+    assert whole["choices"][0]["message"]["content"] == ANSWER
+    *events, done = (await post("--fail", messages=ASKED, temperature=0, stream=True)).strip().split("\n\n")
+    assert done == "data: [DONE]"
+    deltas = [json.loads(event.removeprefix("data: "))["choices"][0]["delta"] for event in events]
+    assert "".join(delta.get("content") or "" for delta in deltas) == ANSWER
+    assert await post("-o /dev/null -w '%{http_code}'") == "400"
