@@ -56,7 +56,7 @@ class Slots:
         self.mask_ready = np.zeros(num_slots, np.bool_)  # of a constrained row: the mask of its next token is there
         self.priority: Int32 = np.zeros(num_slots, np.int32)
         self.admitted = np.zeros(num_slots, np.int64)  # order of (re-)admission
-        self.last_step = np.zeros(num_slots, np.int64)  # the latest step that holds the row
+        self.last_step = np.zeros(num_slots, np.int64)  # the latest step that holds the row; not kept while it decodes
         # Virtual memory until used: a row costs what it holds, not max_model_len.
         self.tokens: Int32 = np.zeros((num_slots, max_model_len), np.int32)
         self.page_table: Int32 = np.zeros((num_slots, self.pages_per_seq), np.int32)
