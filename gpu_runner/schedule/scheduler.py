@@ -236,8 +236,7 @@ class Scheduler:
             needs_page, _ = self._pages_needed(rows)
         draft = PlanDraft(rows, rows.start)
         if len(needs_page):
-            growing = rows.slot[needs_page]
-            draft.write_pages(growing, *self.rows.grow(growing))
+            draft.write_pages(rows.slot[needs_page], *self.rows.grow(rows.index[needs_page]))
         rows.advance()
         self.slots.computed[rows.index] = rows.start
         self.counters.decode_tokens += len(rows)
