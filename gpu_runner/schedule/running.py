@@ -9,20 +9,28 @@ from asyncengine.config import PAGE_SIZE
 from gpu_runner.schedule.plan import Bool, Int32
 from gpu_runner.schedule.slots import Slots, State
 
+STEPS_BETWEEN_STORES = 16
+"""A row's tokens lie far from the next row's, on another page of memory: as many as fill a cache line are written at
+once."""
 _NO_SLOTS: Int32 = np.empty(0, np.int32)
 
 
 class DecodeRows:
     """R slots that decode, in order of admission, what stays the same of them for as long as they do, and how far they
-    are, so that a step looks nothing up by slot.
+    are, so that a step looks nothing up by slot. `Slots` learns of it with `store`, many steps at once.
 
     When a row joins or leaves, a new one is made. So the plans of a steady state share these arrays, which are
     read-only, and who works through plans may take the same `slot` array for the same rows.
     """
 
-    __slots__ = ("any_constrained", "gen", "index", "length", "limit", "samples", "slot", "start", "steps_before_last")
+    __slots__ = (
+        *("_slots", "_tokens", "any_constrained", "gen", "index", "length", "limit", "samples", "slot", "start"),
+        "steps_before_last",
+    )
 
     def __init__(self, slots: Slots, slot: Int32) -> None:
+        self._slots = slots
+        self._tokens: list[Int32] = []  # [R] each, sampled by steps one after the other
         self.slot = slot  # [R]
         self.index: NDArray[np.intp] = slot.astype(
             np.intp
@@ -45,6 +53,30 @@ class DecodeRows:
         """Each row is one token further; `start` is a new array, for plans keep the old one."""
         self.start = self.start + np.int32(1)
         self.steps_before_last -= 1
+
+    def sampled(self, tokens: Int32) -> None:
+        """A step of these rows is done. tokens: [R], which become the rows' known ones."""
+        self._tokens.append(tokens)
+        if len(self._tokens) == STEPS_BETWEEN_STORES:
+            self.store()
+
+    def store(self) -> None:
+        """Write to `Slots` what it does not know yet."""
+        slots, index = self._slots, self.index
+        slots.computed[index] = self.start
+        if self._tokens:
+            known = slots.known[index]
+            cells = index * slots.max_model_len + known
+            slots.token_cells[cells[:, None] + np.arange(len(self._tokens))] = np.array(self._tokens).T
+            slots.known[index] = known + len(self._tokens)
+            self._tokens.clear()
+
+    def check_integrity(self) -> None:
+        slots, index = self._slots, self.index
+        assert len(np.unique(self.start - slots.computed[index])) <= 1, "rows advanced, but not all of them"
+        assert np.all(slots.known[index] + len(self._tokens) <= self.start + 1)
+        assert np.all(-(-self.start // PAGE_SIZE) == slots.num_pages[index]), "a row's pages are not those of its tokens"
+        assert not len(self) or self.steps_before_last == (self.limit - self.start).min() - 2
 
     @property
     def ends(self) -> Bool | None:
@@ -92,11 +124,18 @@ class Running:
         return self._decode_rows
 
     def unchanged(self, slot: Int32) -> DecodeRows | None:
-        """The rows that decode, if they are still those of the plan with this `row_slot`, none more, none less."""
-        return self._decode_rows if slot is self._decode else None
+        """The rows that decode, if they are still those of the plan with this `row_slot`, none more, none less, and
+        none is constrained."""
+        rows = self._decode_rows if slot is self._decode else None
+        return None if rows is None or rows.any_constrained else rows
+
+    def store(self) -> None:
+        """Let `Slots` know how far the decoding rows are; it is behind until one joins or leaves."""
+        if self._decode_rows is not None:
+            self._decode_rows.store()
 
     def leave(self, slot: int) -> None:
-        """Take the row off the list of its state, which is about to change."""
+        """Take the row off the list of its state, which is about to change; `Slots` knows all of the row then."""
         state = self._slots.state[slot]
         if state == State.DECODE:
             self._slots.last_step[slot] = self._last_step
@@ -122,8 +161,9 @@ class Running:
         """
         slots = self._slots
         self._last_step = step
-        if decoding is not self._decode_rows:
-            self._decode_rows = None  # some rows skipped the step
+        if decoding is not self._decode_rows:  # some rows skipped the step
+            self._decode_rows = None
+            decoding.store()
         if (last := decoding.ends) is not None:
             draining = decoding.index[last]
             slots.last_step[draining] = step
@@ -180,10 +220,9 @@ class Running:
         assert decode.slot is self._decode
         assert np.array_equal(decode.gen, self._slots.gen[self._decode])
         assert np.array_equal(decode.limit, self._slots.limit[self._decode])
-        assert np.array_equal(decode.start, self._slots.computed[self._decode])
-        assert not len(decode) or decode.steps_before_last == (decode.limit - decode.start).min() - 2
-        assert np.all(decode.start <= self._slots.num_pages[self._decode] * PAGE_SIZE)
+        decode.check_integrity()
 
     def _set_decode(self, slots: Int32) -> None:
+        self.store()
         self._decode = slots
         self._decode_rows = None  # made when it is asked for: many rows may leave in one step

@@ -182,28 +182,28 @@ class Scheduler:
         slots = self.slots
         self.rows.pool.complete(plan.step)
         rows, gens, tokens, finish = plan.row_slot, plan.row_gen, result.tokens, result.finish
-        position = plan.row_start + plan.row_len  # of the tokens
         logprobs = result.logprobs
         opens: tuple[Open, ...] = ()
-        if (unchanged := self._running.unchanged(rows)) is not None:  # all got a token, and not their first one
-            index, any_constrained = unchanged.index, unchanged.any_constrained
+        if (unchanged := self._running.unchanged(rows)) is not None:
+            unchanged.sampled(tokens)  # each row got one, and not its first
         else:
+            self._running.store()
             index = rows.astype(np.intp)
             valid = plan.row_samples & (tokens >= 0) & (slots.gen[index] == gens)
             if not valid.all():
                 if logprobs is not None:
                     logprobs = logprobs.of(valid)
-                rows, gens, tokens, finish = rows[valid], gens[valid], tokens[valid], finish[valid]
-                index, position = index[valid], position[valid]
+                rows, gens, tokens, finish, index = rows[valid], gens[valid], tokens[valid], finish[valid], index[valid]
+            known = slots.known[index]
+            slots.token_cells[index * slots.max_model_len + known] = tokens
+            slots.known[index] = known + 1
             opened = slots.opened[index]
             if not opened.all():
                 opens = tuple(self._open(int(slot)) for slot in rows[~opened])
-            any_constrained = bool(slots.constrained[index].any())
-        slots.token_cells[index * slots.max_model_len + position] = tokens
-        slots.known[index] = position + 1
-        if any_constrained:
-            continues = slots.constrained[index] & (finish == Finish.NONE)
-            self.masked_rows.sampled(rows[continues], gens[continues], tokens[continues])
+            constrained = slots.constrained[index]
+            if constrained.any():
+                continues = constrained & (finish == Finish.NONE)
+                self.masked_rows.sampled(rows[continues], gens[continues], tokens[continues])
         if finish.any():
             for slot in rows[finish != Finish.NONE]:
                 self._end(int(slot))
@@ -230,6 +230,7 @@ class Scheduler:
             needs_page, missing = self._pages_needed(rows)
         if missing:
             # Pages of the retracted come back when the step that reads them is done: the newest rows skip this step.
+            self._running.store()
             runs = np.ones(len(rows), np.bool_)
             runs[needs_page[-missing:]] = False
             rows = DecodeRows(self.slots, rows.slot[runs])
@@ -238,7 +239,6 @@ class Scheduler:
         if len(needs_page):
             draft.write_pages(rows.slot[needs_page], *self.rows.grow(rows.index[needs_page]))
         rows.advance()
-        self.slots.computed[rows.index] = rows.start
         self.counters.decode_tokens += len(rows)
         return draft
 
@@ -249,6 +249,7 @@ class Scheduler:
 
     def _retract_for(self, missing: int) -> None:
         """Retract the newest (with policy priority: the least important) rows until their pages cover `missing`."""
+        self._running.store()
         while missing > 0 and self._running.num_active > 1:
             victim = self._least_deserving()
             growing = self.slots.computed[victim] == self.slots.num_pages[victim] * PAGE_SIZE

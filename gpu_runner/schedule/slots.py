@@ -36,6 +36,9 @@ class Slots:
         prompt_len <= known      ids the host knows: prompt and the output of collected steps
         computed                 positions whose K/V the launched steps leave in the cache
         known - 1 <= computed    once decoding; computed runs ahead of known by the steps in flight
+
+    Of rows that decode, `tokens`, `known`, `computed` and `last_step` are behind until `DecodeRows.store`, which is at
+    the latest when one of them ends or another joins.
     """
 
     def __init__(self, num_slots: int, max_model_len: int) -> None:
@@ -56,7 +59,7 @@ class Slots:
         self.mask_ready = np.zeros(num_slots, np.bool_)  # of a constrained row: the mask of its next token is there
         self.priority: Int32 = np.zeros(num_slots, np.int32)
         self.admitted = np.zeros(num_slots, np.int64)  # order of (re-)admission
-        self.last_step = np.zeros(num_slots, np.int64)  # the latest step that holds the row; not kept while it decodes
+        self.last_step = np.zeros(num_slots, np.int64)  # the latest step that holds the row
         # Virtual memory until used: a row costs what it holds, not max_model_len.
         self.tokens: Int32 = np.zeros((num_slots, max_model_len), np.int32)
         self.page_table: Int32 = np.zeros((num_slots, self.pages_per_seq), np.int32)
