@@ -137,7 +137,7 @@ def replace_pages(page_cell: Int32, page_id: Int32, buffer: Int32) -> int:
     """Put other page-table writes, [U] each, into a buffer packed for a step in which no row starts: they lie last in
     it. Returns the number of words used."""
     count = len(page_cell)
-    offsets = buffer[FIRST_OFFSET_WORD : USED_WORDS_WORD + 1]
+    offsets = buffer[FIRST_OFFSET_WORD : FIRST_OFFSET_WORD + len(SECTIONS)]
     first = int(offsets[_PAGES])
     second = first + count + count % ALIGNMENT_WORDS
     used = second + count + count % ALIGNMENT_WORDS
@@ -146,4 +146,5 @@ def replace_pages(page_cell: Int32, page_id: Int32, buffer: Int32) -> int:
     buffer[_PAGE_WRITES_WORD] = count
     offsets[_PAGES + 1] = second
     offsets[_PAGES + 2 :] = used
+    buffer[USED_WORDS_WORD] = used
     return used

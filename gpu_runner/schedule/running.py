@@ -75,7 +75,9 @@ class DecodeRows:
         slots, index = self._slots, self.index
         assert len(np.unique(self.start - slots.computed[index])) <= 1, "rows advanced, but not all of them"
         assert np.all(slots.known[index] + len(self._tokens) <= self.start + 1)
-        assert np.all(-(-self.start // PAGE_SIZE) == slots.num_pages[index]), "a row's pages are not those of its tokens"
+        assert np.all(-(-self.start // PAGE_SIZE) == slots.num_pages[index]), (
+            "a row's pages are not those of its tokens"
+        )
         assert not len(self) or self.steps_before_last == (self.limit - self.start).min() - 2
 
     @property
