@@ -1,9 +1,13 @@
 """What one step costs the host, without a model or a GPU: microseconds by part of the loop and batch size.
 
-    python scripts/bench_host.py [--steps 2000] [--batches 1,64,512] [--json out.json]
+    python scripts/bench_host.py [--steps 2000] [--batches 1,64,512] [--wait-ms 3] [--evict-mb 4] [--json out.json]
 
 Every row decodes: the steady state, where the cost should hardly depend on the batch. Pages are taken from the pool as
-rows grow, one page per row and 16 steps. Results are made up (no row ends), two steps in flight as in the real loop.
+rows grow, one page per row and 16 steps, of a sixteenth of the rows in each step. Results are made up (no row ends),
+two steps in flight as in the real loop.
+
+A device that takes a while leaves the host's caches to others: `--wait-ms` spins for each result, `--evict-mb` walks
+over as much memory meanwhile. Both are outside the parts.
 
     drain     look into both of gpu_runner's pipes, and find nothing
     plan      `Scheduler.plan`
@@ -54,7 +58,15 @@ VOCAB = 50_000
 
 
 class NoDevice:
-    """Step, stream and mark of a device that computes nothing, at once. Its results are all token 0, not finished."""
+    """Step, stream and mark of a device that computes nothing. Its results are all token 0, not finished.
+
+    wait_ms, evict_mb: how long results take, and how much memory is touched meanwhile.
+    """
+
+    def __init__(self, wait_ms: float = 0.0, evict_mb: int = 0) -> None:
+        self._wait_s = wait_ms / 1e3
+        self._evicting = np.zeros(evict_mb << 17)
+        self.waited_s = 0.0  # for the last result
 
     def connect(self, ring: Sequence[RingSlot], masks: TokenMasks) -> None:
         for slot in ring:
@@ -73,7 +85,11 @@ class NoDevice:
         pass
 
     def wait(self) -> None:
-        pass
+        begin = time.perf_counter()
+        self._evicting += 1.0
+        while time.perf_counter() < begin + self._wait_s:
+            pass
+        self.waited_s = time.perf_counter() - begin
 
     def close(self) -> None:
         pass
@@ -82,7 +98,7 @@ class NoDevice:
 class Host:
     """All that the loop calls, for `batch` rows of up to `length` tokens."""
 
-    def __init__(self, batch: int, length: int, run_dir: Path, pipes: Pipes) -> None:
+    def __init__(self, batch: int, length: int, device: NoDevice, run_dir: Path, pipes: Pipes) -> None:
         num_pages = 1 + batch * pages_for(length)
         self.scheduler = Scheduler(
             num_pages=num_pages,
@@ -90,7 +106,6 @@ class Host:
             max_num_seqs=batch,
             max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         )
-        device = NoDevice()
         self.executor = Executor(
             step=device,
             model_config=_no_model(length),
@@ -136,12 +151,12 @@ def _no_model(length: int) -> ModelConfig:
     )
 
 
-def measure(batch: int, steps: int) -> dict[str, float]:
+def measure(batch: int, steps: int, device: NoDevice) -> dict[str, float]:
     """Median of each part and of their sum, and the sum's 99th percentile, over `steps` decode steps of `batch`."""
     run_dir = make_run_dir()
     pipes = Pipes(run_dir)
     try:
-        times = 1e6 * np.array(_steady_steps(batch, steps, run_dir, pipes))
+        times = 1e6 * np.array(_steady_steps(batch, steps, device, run_dir, pipes))
     finally:
         pipes.close()
         shutil.rmtree(run_dir)
@@ -150,17 +165,18 @@ def measure(batch: int, steps: int) -> dict[str, float]:
     return row | {"step_us": float(np.median(step)), "step_us_p99": float(np.percentile(step, 99))}
 
 
-def _steady_steps(batch: int, steps: int, run_dir: Path, pipes: Pipes) -> list[list[float]]:
+def _steady_steps(batch: int, steps: int, device: NoDevice, run_dir: Path, pipes: Pipes) -> list[list[float]]:
     """Seconds of each of `PARTS`, for each step of which all rows decode."""
     # rows start over several prefill steps, so the first has decoded for a while before the last joins
-    length = PROMPT_TOKENS + steps + 2 * batch * PROMPT_TOKENS // MAX_NUM_BATCHED_TOKENS + PAGE_SIZE
-    host = Host(batch, length, run_dir, pipes)
+    longest = PROMPT_TOKENS + PAGE_SIZE
+    length = longest + steps + 2 * batch * longest // MAX_NUM_BATCHED_TOKENS + PAGE_SIZE
+    host = Host(batch, length, device, run_dir, pipes)
     scheduler, account = host.scheduler, host.account
     rng = np.random.default_rng(0)
-    max_tokens = length - PROMPT_TOKENS
+    max_tokens = length - longest
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     for rid in range(batch):
-        prompt = rng.integers(0, VOCAB, PROMPT_TOKENS, dtype=np.int32)
+        prompt = rng.integers(0, VOCAB, PROMPT_TOKENS + rid % PAGE_SIZE, dtype=np.int32)
         host.scheduler.add(rid=rid, prompt=prompt, params=params, max_tokens=max_tokens)
     times: list[list[float]] = []
     in_flight: deque[StepPlan] = deque()
@@ -195,6 +211,7 @@ def _steady_steps(batch: int, steps: int, run_dir: Path, pipes: Pipes) -> list[l
         marks.append(clock())
         if plan.num_decode_rows == batch:
             times.append([end - begin for begin, end in itertools.pairwise(marks)])
+            times[-1][PARTS.index("pack")] -= device.waited_s
         for _ in host.frames.drain():
             pass
     gc.enable()
@@ -205,9 +222,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000, help="decode steps measured per batch size")
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
+    parser.add_argument("--wait-ms", type=float, default=0.0, help="what a step takes on the device")
+    parser.add_argument("--evict-mb", type=int, default=0, help="memory touched during each step")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     args = parser.parse_args()
-    rows: list[dict[str, Any]] = [measure(int(batch), args.steps) for batch in args.batches.split(",")]
+    rows: list[dict[str, Any]] = [
+        measure(int(batch), args.steps, NoDevice(args.wait_ms, args.evict_mb)) for batch in args.batches.split(",")
+    ]
     columns = [*(f"{part}_us" for part in PARTS), "step_us", "step_us_p99"]
     print(f"{'batch':>6}" + "".join(f"{column:>12}" for column in columns))
     for row in rows:

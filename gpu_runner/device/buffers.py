@@ -107,6 +107,47 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE_SIZE)
 
 
+class Packer:
+    """Packs the plans of one ring slot. Where the last one held the same rows, all decoding, they lie there still."""
+
+    def __init__(self, buffer: Int32, turn: int, *, pages_per_seq: int) -> None:
+        """buffer: the `upload_array` of the ring slot at index `turn`."""
+        self._buffer = buffer
+        self._turn = turn
+        self._pages_per_seq = pages_per_seq
+        self._plan: StepPlan | None = None  # the last one
+        self._packed: PackedStep | None = None
+
+    def pack(self, plan: StepPlan, path: SamplingPath, result_words: int) -> PackedStep:
+        """Write `plan` into the buffer; the arguments as of the function `pack`."""
+        last, packed = self._plan, self._packed
+        if last is None or packed is None or packed.path is not path or not _same_decode_rows(last, plan):
+            packed = pack(
+                *(plan, path),
+                pages_per_seq=self._pages_per_seq,
+                buffer=self._buffer,
+                turn=self._turn,
+                result_words=result_words,
+            )
+        else:
+            words = packed.words
+            if len(plan.page_id) or len(last.page_id):
+                words = upload_layout.replace_pages(_page_cells(plan, self._pages_per_seq), plan.page_id, self._buffer)
+            packed = packed._replace(words=words, bucket=plan.bucket, row_start=plan.row_start)
+        self._plan, self._packed = plan, packed
+        return packed
+
+
+def _same_decode_rows(last: StepPlan, plan: StepPlan) -> bool:
+    """Whether the plans hold decode rows only, and the same ones: such plans share arrays, which nobody changes."""
+    same = plan.row_slot is last.row_slot and plan.row_samples is last.row_samples and plan.row_len is last.row_len
+    return same and plan.num_decode_rows == last.num_decode_rows == len(plan.row_slot)
+
+
+def _page_cells(plan: StepPlan, pages_per_seq: int) -> Int32:
+    return plan.page_slot * np.int32(pages_per_seq) + plan.page_index
+
+
 def pack(
     plan: StepPlan, path: SamplingPath, *, pages_per_seq: int, buffer: Int32, turn: int = 0, result_words: int = 0
 ) -> PackedStep:
@@ -127,7 +168,7 @@ def pack(
         prefill_tokens=plan.prefill_tokens,
         sample_row=sample_row,
         sample_token=sample_token,
-        page_cell=plan.page_slot * np.int32(pages_per_seq) + plan.page_index,
+        page_cell=_page_cells(plan, pages_per_seq),
         page_id=plan.page_id,
         start_slot=start.slot,
         temperature=start.temperature,

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from asyncengine.wire.messages import RunnerInfo
-from gpu_runner.device.buffers import MAX_IN_FLIGHT, RING_DEPTH, PackedStep, RingSlot, pack
+from gpu_runner.device.buffers import MAX_IN_FLIGHT, RING_DEPTH, PackedStep, Packer, RingSlot
 from gpu_runner.device.sampling_path import SamplingPaths
 from gpu_runner.device.stream import Stream
 from gpu_runner.device.token_masks import TokenMasks
@@ -77,6 +77,9 @@ class Executor:
             RingSlot.allocate(upload_words=words, num_slots=num_slots, pinned=pinned, mark=stream.mark())
             for _ in range(RING_DEPTH)
         ]
+        self._packers = [
+            Packer(slot.upload_array, turn, pages_per_seq=pages_per_seq) for turn, slot in enumerate(self._ring)
+        ]
         self.masks = TokenMasks(num_slots=num_slots, vocab=model_config.vocab_size, pinned=pinned)
         step.connect(self._ring, self.masks)
         self._launched = 0
@@ -97,14 +100,7 @@ class Executor:
         turn = self._launched % RING_DEPTH
         slot = self._ring[turn]
         path = self._paths.choose(plan)
-        packed = pack(
-            plan,
-            path,
-            pages_per_seq=self.pages_per_seq,
-            buffer=slot.upload_array,
-            turn=turn,
-            result_words=slot.wanted_words(path),
-        )
+        packed = self._packers[turn].pack(plan, path, slot.wanted_words(path))
         self._stream.submit(partial(self._step.run, packed))
         slot.mark.record()
         self._launched += 1

@@ -74,6 +74,8 @@ class Upload(NamedTuple):
 
 
 SECTIONS = Upload._fields[1:]
+_PAGES = SECTIONS.index("page_cell")
+_PAGE_WRITES_WORD = COUNTS.index("num_page_writes")
 _HEADER = struct.Struct(f"={TURN_WORD + 1}i")
 _WORD = np.dtype(np.int32)
 
@@ -128,4 +130,21 @@ def pack(upload: Upload, buffer: Int32, *, result_words: int = 0, turn: int = 0)
     header += [0] * (USED_WORDS_WORD - len(header))
     header += (used, result_words, turn)
     _HEADER.pack_into(buffer.data, 0, *header)
+    return used
+
+
+def replace_pages(page_cell: Int32, page_id: Int32, buffer: Int32) -> int:
+    """Put other page-table writes, [U] each, into a buffer packed for a step in which no row starts: they lie last in
+    it. Returns the number of words used."""
+    count = len(page_cell)
+    offsets = buffer[FIRST_OFFSET_WORD : FIRST_OFFSET_WORD + len(SECTIONS)]
+    first = int(offsets[_PAGES])
+    second = first + count + count % ALIGNMENT_WORDS
+    used = second + count + count % ALIGNMENT_WORDS
+    buffer[first : first + count] = page_cell
+    buffer[second : second + count] = page_id
+    buffer[_PAGE_WRITES_WORD] = count
+    offsets[_PAGES + 1] = second
+    offsets[_PAGES + 2 :] = used
+    buffer[USED_WORDS_WORD] = used
     return used

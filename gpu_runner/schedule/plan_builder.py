@@ -54,7 +54,6 @@ class PlanBuilder:
     def build(self, draft: PlanDraft, step: int) -> StepPlan:
         """Arrays of the plan are its own, or shared ones that nobody changes. `Slots.computed` already counts it."""
         slots, decode = self._slots, draft.decode
-        slots.last_step[decode.index] = step
         row_slot, row_gen, row_start = decode.slot, decode.gen, draft.decode_start
         row_len, row_samples, prefill_tokens = decode.length, decode.samples, self._nothing
         if draft.prefill:

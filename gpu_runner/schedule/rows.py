@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncengine.config import PAGE_SIZE
 from gpu_runner.kvcache.pages import PagePool
@@ -74,11 +75,11 @@ class Rows:
             slots.cached_tokens[slot] = cached * PAGE_SIZE
         return True
 
-    def grow(self, rows: Int32) -> tuple[Int32, Int32]:
-        """Give each row one more page; returns (page-table index, page id) of each. The pages must be free."""
+    def grow(self, index: NDArray[np.intp]) -> tuple[Int32, Int32]:
+        """Give each of these slots one more page; returns (page-table index, page id) of each. The pages must be
+        free."""
         slots = self.slots
-        pages = self.pool.allocate(len(rows))
-        index = rows.astype(np.intp)
+        pages = self.pool.allocate(len(index))
         indices: Int32 = slots.num_pages[index]
         slots.page_cells[index * slots.pages_per_seq + indices] = pages
         slots.num_pages[index] = indices + 1

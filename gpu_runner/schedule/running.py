@@ -5,22 +5,32 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncengine.config import PAGE_SIZE
 from gpu_runner.schedule.plan import Bool, Int32
 from gpu_runner.schedule.slots import Slots, State
 
+STEPS_BETWEEN_STORES = 16
+"""A row's tokens lie far from the next row's, on another page of memory: as many as fill a cache line are written at
+once."""
 _NO_SLOTS: Int32 = np.empty(0, np.int32)
 
 
 class DecodeRows:
-    """R slots that decode, in order of admission, and what stays the same of them for as long as they do.
+    """R slots that decode, in order of admission, what stays the same of them for as long as they do, and how far they
+    are, so that a step looks nothing up by slot. `Slots` learns of it with `store`, many steps at once.
 
-    Read-only: when a row joins or leaves, a new one is made. So the plans of a steady state share these arrays, and who
-    works through plans may take the same `slot` array for the same rows.
+    When a row joins or leaves, a new one is made. So the plans of a steady state share these arrays, which are
+    read-only, and who works through plans may take the same `slot` array for the same rows.
     """
 
-    __slots__ = ("any_constrained", "gen", "index", "length", "limit", "samples", "slot")
+    __slots__ = (
+        *("_slots", "_tokens", "any_constrained", "gen", "index", "length", "limit", "samples", "slot", "start"),
+        "steps_before_last",
+    )
 
     def __init__(self, slots: Slots, slot: Int32) -> None:
+        self._slots = slots
+        self._tokens: list[Int32] = []  # [R] each, sampled by steps one after the other
         self.slot = slot  # [R]
         self.index: NDArray[np.intp] = slot.astype(
             np.intp
@@ -30,11 +40,50 @@ class DecodeRows:
         self.length: Int32 = np.ones(len(slot), np.int32)  # [R], tokens of each row in a step
         self.samples: Bool = np.ones(len(slot), np.bool_)  # [R]
         self.any_constrained = bool(slots.constrained[self.index].any())
+        self.start: Int32 = slots.computed[self.index]  # [R], positions of the next step's tokens
+        left = (self.limit - self.start).min(initial=np.iinfo(np.int32).max)
+        self.steps_before_last = int(left) - 2  # steps until one in which a row samples its last token
         for array in (self.slot, self.index, self.gen, self.limit, self.length, self.samples):
             array.flags.writeable = False
 
     def __len__(self) -> int:
         return len(self.slot)
+
+    def advance(self) -> None:
+        """Each row is one token further; `start` is a new array, for plans keep the old one."""
+        self.start = self.start + np.int32(1)
+        self.steps_before_last -= 1
+
+    def sampled(self, tokens: Int32) -> None:
+        """A step of these rows is done. tokens: [R], which become the rows' known ones."""
+        self._tokens.append(tokens)
+        if len(self._tokens) == STEPS_BETWEEN_STORES:
+            self.store()
+
+    def store(self) -> None:
+        """Write to `Slots` what it does not know yet."""
+        slots, index = self._slots, self.index
+        slots.computed[index] = self.start
+        if self._tokens:
+            known = slots.known[index]
+            cells = index * slots.max_model_len + known
+            slots.token_cells[cells[:, None] + np.arange(len(self._tokens))] = np.array(self._tokens).T
+            slots.known[index] = known + len(self._tokens)
+            self._tokens.clear()
+
+    def check_integrity(self) -> None:
+        slots, index = self._slots, self.index
+        assert len(np.unique(self.start - slots.computed[index])) <= 1, "rows advanced, but not all of them"
+        assert np.all(slots.known[index] + len(self._tokens) <= self.start + 1)
+        assert np.all(-(-self.start // PAGE_SIZE) == slots.num_pages[index]), (
+            "a row's pages are not those of its tokens"
+        )
+        assert not len(self) or self.steps_before_last == (self.limit - self.start).min() - 2
+
+    @property
+    def ends(self) -> Bool | None:
+        """Whose last token the last `advance` planned: [R], None if nobody's."""
+        return None if self.steps_before_last >= 0 else self.start + np.int32(1) >= self.limit
 
 
 class Running:
@@ -56,6 +105,7 @@ class Running:
         self._decode_rows: DecodeRows | None = DecodeRows(slots, _NO_SLOTS)  # of `_decode`; None = to be made
         self._held: set[int] = set()
         self._num_draining = 0
+        self._last_step = 0
 
     def __len__(self) -> int:
         return self.num_active + self._num_draining
@@ -75,10 +125,22 @@ class Running:
             self._decode_rows = DecodeRows(self._slots, self._decode)
         return self._decode_rows
 
+    def unchanged(self, slot: Int32) -> DecodeRows | None:
+        """The rows that decode, if they are still those of the plan with this `row_slot`, none more, none less, and
+        none is constrained."""
+        rows = self._decode_rows if slot is self._decode else None
+        return None if rows is None or rows.any_constrained else rows
+
+    def store(self) -> None:
+        """Let `Slots` know how far the decoding rows are; it is behind until one joins or leaves."""
+        if self._decode_rows is not None:
+            self._decode_rows.store()
+
     def leave(self, slot: int) -> None:
-        """Take the row off the list of its state, which is about to change."""
+        """Take the row off the list of its state, which is about to change; `Slots` knows all of the row then."""
         state = self._slots.state[slot]
         if state == State.DECODE:
+            self._slots.last_step[slot] = self._last_step
             self._set_decode(self._decode[self._decode != slot])
         elif state == State.PREFILL:
             self.prefill.remove(slot)
@@ -94,17 +156,21 @@ class Running:
         rows = np.concatenate([self._decode, slots])
         self._set_decode(rows[np.argsort(self._slots.admitted[rows])])
 
-    def advance(self, decoding: DecodeRows, start: Int32, prefilled: list[int]) -> None:
+    def advance(self, step: int, decoding: DecodeRows, prefilled: list[int]) -> None:
         """Account for a planned step: rows drain if the token they sample in it is their last, else decode next.
 
-        decoding: the step's decode rows, start: [R] their positions in it. prefilled: slots of the prefill rows that
-        sample in it.
+        decoding: the step's decode rows, which have advanced. prefilled: slots of the prefill rows that sample in it.
         """
         slots = self._slots
-        last = start + 2 >= decoding.limit
-        if last.any():
-            slots.state[decoding.index[last]] = State.DRAINING
-            self._num_draining += int(np.count_nonzero(last))
+        self._last_step = step
+        if decoding is not self._decode_rows:  # some rows skipped the step
+            self._decode_rows = None
+            decoding.store()
+        if (last := decoding.ends) is not None:
+            draining = decoding.index[last]
+            slots.last_step[draining] = step
+            slots.state[draining] = State.DRAINING
+            self._num_draining += len(draining)
             self._set_decode(self._decode[slots.state[self._decode] == State.DECODE])
         if prefilled:
             self._end_prefill(prefilled)
@@ -129,6 +195,7 @@ class Running:
         constrained = sampling[slots.constrained[sampling]]
         slots.mask_ready[constrained] = False
         held = constrained[slots.state[constrained] == State.DECODE]
+        slots.last_step[held] = self._last_step
         slots.state[held] = State.HELD
         self._held.update(held.tolist())
         self._set_decode(self._decode[slots.state[self._decode] == State.DECODE])
@@ -155,7 +222,9 @@ class Running:
         assert decode.slot is self._decode
         assert np.array_equal(decode.gen, self._slots.gen[self._decode])
         assert np.array_equal(decode.limit, self._slots.limit[self._decode])
+        decode.check_integrity()
 
     def _set_decode(self, slots: Int32) -> None:
+        self.store()
         self._decode = slots
         self._decode_rows = None  # made when it is asked for: many rows may leave in one step

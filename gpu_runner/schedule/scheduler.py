@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncengine.config import PAGE_SIZE, SchedulingPolicy
 from asyncengine.sampling import SamplingParams
@@ -31,7 +32,7 @@ from asyncengine.wire.messages import Finish, Open
 from gpu_runner.schedule.buckets import token_buckets
 from gpu_runner.schedule.limits import total_tokens
 from gpu_runner.schedule.masked_rows import MaskedRows
-from gpu_runner.schedule.plan import Bool, Int32, StepPlan, StepResult
+from gpu_runner.schedule.plan import Int32, StepPlan, StepResult
 from gpu_runner.schedule.plan_builder import PlanBuilder, PlanDraft
 from gpu_runner.schedule.queues import Request, WaitingQueue
 from gpu_runner.schedule.rows import Rows
@@ -173,7 +174,7 @@ class Scheduler:
             return None
         plan = self._builder.build(draft, self._next_step)
         self._next_step += 1
-        self._running.advance(draft.decode, draft.decode_start, draft.prefilled(self.slots))
+        self._running.advance(plan.step, draft.decode, draft.prefilled(self.slots))
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
@@ -181,22 +182,28 @@ class Scheduler:
         slots = self.slots
         self.rows.pool.complete(plan.step)
         rows, gens, tokens, finish = plan.row_slot, plan.row_gen, result.tokens, result.finish
-        index = rows.astype(np.intp)
-        valid = plan.row_samples & (tokens >= 0) & (slots.gen[index] == gens)
         logprobs = result.logprobs
-        if not valid.all():
-            if logprobs is not None:
-                logprobs = logprobs.of(valid)
-            rows, gens, tokens, finish, index = rows[valid], gens[valid], tokens[valid], finish[valid], index[valid]
-        known = slots.known[index]
-        slots.token_cells[index * slots.max_model_len + known] = tokens
-        slots.known[index] = known + 1
-        opened = slots.opened[index]
-        opens = () if opened.all() else tuple(self._open(int(slot)) for slot in rows[~opened])
-        constrained = slots.constrained[index]
-        if constrained.any():
-            continues = constrained & (finish == Finish.NONE)
-            self.masked_rows.sampled(rows[continues], gens[continues], tokens[continues])
+        opens: tuple[Open, ...] = ()
+        if (unchanged := self._running.unchanged(rows)) is not None:
+            unchanged.sampled(tokens)  # each row got one, and not its first
+        else:
+            self._running.store()
+            index = rows.astype(np.intp)
+            valid = plan.row_samples & (tokens >= 0) & (slots.gen[index] == gens)
+            if not valid.all():
+                if logprobs is not None:
+                    logprobs = logprobs.of(valid)
+                rows, gens, tokens, finish, index = rows[valid], gens[valid], tokens[valid], finish[valid], index[valid]
+            known = slots.known[index]
+            slots.token_cells[index * slots.max_model_len + known] = tokens
+            slots.known[index] = known + 1
+            opened = slots.opened[index]
+            if not opened.all():
+                opens = tuple(self._open(int(slot)) for slot in rows[~opened])
+            constrained = slots.constrained[index]
+            if constrained.any():
+                continues = constrained & (finish == Finish.NONE)
+                self.masked_rows.sampled(rows[continues], gens[continues], tokens[continues])
         if finish.any():
             for slot in rows[finish != Finish.NONE]:
                 self._end(int(slot))
@@ -216,35 +223,33 @@ class Scheduler:
     def _plan_decode(self) -> PlanDraft:
         """Every decoding row gets its token, and a page where it needs one; if none is left, the newest make room."""
         rows = self._running.decode
-        start, needs_page = self._next_tokens(rows)
-        if missing := self._missing_pages(needs_page):
+        needs_page, missing = self._pages_needed(rows)
+        if missing:
             self._retract_for(missing)
             rows = self._running.decode
-            start, needs_page = self._next_tokens(rows)
-            missing = self._missing_pages(needs_page)
+            needs_page, missing = self._pages_needed(rows)
         if missing:
             # Pages of the retracted come back when the step that reads them is done: the newest rows skip this step.
+            self._running.store()
             runs = np.ones(len(rows), np.bool_)
-            runs[np.flatnonzero(needs_page)[-missing:]] = False
-            rows, start, needs_page = DecodeRows(self.slots, rows.slot[runs]), start[runs], needs_page[runs]
-        draft = PlanDraft(rows, start)
-        if needs_page.any():
-            growing = rows.slot[needs_page]
-            draft.write_pages(growing, *self.rows.grow(growing))
-        self.slots.computed[rows.index] = start + 1
+            runs[needs_page[-missing:]] = False
+            rows = DecodeRows(self.slots, rows.slot[runs])
+            needs_page, _ = self._pages_needed(rows)
+        draft = PlanDraft(rows, rows.start)
+        if len(needs_page):
+            draft.write_pages(rows.slot[needs_page], *self.rows.grow(rows.index[needs_page]))
+        rows.advance()
         self.counters.decode_tokens += len(rows)
         return draft
 
-    def _next_tokens(self, rows: DecodeRows) -> tuple[Int32, Bool]:
-        """Where the rows' next tokens stand, and which of them begin a page: [R] each."""
-        start: Int32 = self.slots.computed[rows.index]
-        return start, start == self.slots.num_pages[rows.index] * PAGE_SIZE
-
-    def _missing_pages(self, needs_page: Bool) -> int:
-        return self.rows.missing_pages(int(np.count_nonzero(needs_page)))
+    def _pages_needed(self, rows: DecodeRows) -> tuple[NDArray[np.intp], int]:
+        """Which of the rows begin a page with their next token, and how many of those pages cannot be had now."""
+        needs_page = ((rows.start & (PAGE_SIZE - 1)) == 0).nonzero()[0]  # a row's pages hold what is computed, no more
+        return needs_page, self.rows.missing_pages(len(needs_page))
 
     def _retract_for(self, missing: int) -> None:
         """Retract the newest (with policy priority: the least important) rows until their pages cover `missing`."""
+        self._running.store()
         while missing > 0 and self._running.num_active > 1:
             victim = self._least_deserving()
             growing = self.slots.computed[victim] == self.slots.num_pages[victim] * PAGE_SIZE

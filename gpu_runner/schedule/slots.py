@@ -36,6 +36,9 @@ class Slots:
         prompt_len <= known      ids the host knows: prompt and the output of collected steps
         computed                 positions whose K/V the launched steps leave in the cache
         known - 1 <= computed    once decoding; computed runs ahead of known by the steps in flight
+
+    Of rows that decode, `tokens`, `known`, `computed` and `last_step` are behind until `DecodeRows.store`, which is at
+    the latest when one of them ends or another joins.
     """
 
     def __init__(self, num_slots: int, max_model_len: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from device_harness import Prefill, Rig, Row
 
 from asyncengine.config import MAX_BIAS_IDS
-from gpu_runner.device.buffers import pack
+from gpu_runner.device.buffers import Packer, pack
 from gpu_runner.device.sampling_path import SamplingPath, SamplingPaths
 from gpu_runner.device.upload_views import UploadViews
 from gpu_runner.kernels.upload_layout import upload_words
@@ -119,3 +119,41 @@ def test_other_rows_get_an_answer_of_their_own() -> None:
     assert paths.choose(plans.decode([1], 2)) == GREEDY
     assert paths.choose(plans.decode([1, 2], 3)) == SamplingPath(greedy=False, filtered=True, bans_stop_ids=False)
     assert paths.choose(plans.decode([1], 4)) == GREEDY
+
+
+def test_a_plan_of_the_same_rows_lies_in_the_buffer_as_if_it_were_packed_anew() -> None:
+    plans = Plans()
+    words = upload_words(num_slots=8, pages_per_seq=16, max_step_tokens=512)
+    reused = np.full(words, -7, np.int32)
+    packer = Packer(reused, 2, pages_per_seq=16)
+
+    def check(plan: StepPlan, path: SamplingPath = GREEDY) -> None:
+        fresh = np.full(words, -7, np.int32)
+        packed = packer.pack(plan, path, 40)
+        expected = pack(plan, path, pages_per_seq=16, buffer=fresh, turn=2, result_words=40)
+        assert packed.words == expected.words
+        assert packed.path is path
+        assert packed.row_start is plan.row_start
+        assert packed[1:9] == expected[1:9]
+        views, wanted = (UploadViews(expected, torch.from_numpy(b), torch.from_numpy(b)) for b in (reused, fresh))
+        assert reused[:40].tolist() == fresh[:40].tolist()
+        for name in ("row_slot", "row_len", "prefill_tokens", "sample_row", "sample_token", "page_cell", "page_id"):
+            assert getattr(views, name).tolist() == getattr(wanted, name).tolist(), name
+        assert views.row_start.tolist()[plan.num_decode_rows :] == plan.row_start.tolist()[plan.num_decode_rows :]
+
+    def with_pages(plan: StepPlan, *ids: int) -> StepPlan:
+        writes = np.array(ids, np.int32)
+        return replace(plan, page_slot=writes % 8, page_index=writes % 16, page_id=writes)
+
+    check(plans.prefill({1: Row(), 5: Row()}))
+    check(plans.decode([1, 5, 6], 20))
+    check(with_pages(plans.decode_again(21), 9, 10, 11))
+    check(plans.decode_again(22))
+    check(plans.decode_again(23))
+    check(with_pages(plans.decode_again(24), 33, 44))
+    check(with_pages(plans.decode_again(25), 55))
+    check(plans.decode_again(26), replace(GREEDY, greedy=False))
+    check(replace(plans.decode_again(27), row_samples=np.array([True, False, True])), replace(GREEDY, greedy=False))
+    check(plans.decode([1, 6], 28))
+    check(plans.prefill({7: Row(logit_bias={3: 1.0})}))
+    check(plans.decode_again(29))

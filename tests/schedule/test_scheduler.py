@@ -210,6 +210,19 @@ def test_a_resumed_row_finds_its_pages_in_the_prefix_cache() -> None:
     core.assert_all_right()
 
 
+@pytest.mark.parametrize("output", [15, 16, 17, 49])
+def test_what_rows_decoded_over_many_steps_is_cached_for_a_prompt_that_repeats_it(output: int) -> None:
+    core = EngineCore()
+    for rid in (1, 2):
+        core.add(rid, prompt_of(20, seed=rid), output, ignore_eos=True)
+    core.run()
+    before = core.scheduler.gauges()["prefix_hit_tokens"]
+    core.add(3, [*core.prompts[2], *core.outputs[2], 7], 20, ignore_eos=True)
+    core.run()
+    assert core.scheduler.gauges()["prefix_hit_tokens"] - before == (20 + output - 1) // 16 * 16
+    core.assert_all_right()
+
+
 def test_a_retracted_row_can_be_aborted_and_holds_nothing() -> None:
     core = EngineCore(num_pages=9, max_model_len=128, max_num_seqs=4)
     for rid in (1, 2, 3):
