@@ -12,7 +12,9 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from asyncengine.api.backend import Backend
+from asyncengine.api.endpoints import serve
 from asyncengine.api.errors import errors_as_json
+from asyncengine.api.openapi import openapi_endpoint
 from asyncengine.api.routes import Routes
 from asyncengine.api.status_routes import StatusRoutes
 from asyncengine.api.token_routes import TokenRoutes
@@ -36,9 +38,12 @@ def make_app(backend: Backend) -> web.Application:
     """The application; see `run_app` for how it must be run."""
     max_body = max(MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN * backend.info.max_model_len)
     app = web.Application(middlewares=[errors_as_json], client_max_size=max_body)
-    Routes(backend).add_to(app)
-    TokenRoutes(backend).add_to(app)
-    StatusRoutes(backend).add_to(app)
+    endpoints = [
+        endpoint
+        for routes in (Routes(backend), TokenRoutes(backend), StatusRoutes(backend))
+        for endpoint in routes.endpoints()
+    ]
+    serve([*endpoints, openapi_endpoint(endpoints)], app)
     return app
 
 

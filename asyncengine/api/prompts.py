@@ -10,6 +10,7 @@ from asyncengine.api.schema import (
     MAX_LOGPROBS_AT_ONCE,
     MAX_PLAIN_DATA_DEPTH,
     MAX_PROMPTS,
+    TEMPLATE_KWARGS,
     ChatRequest,
     CompletionRequest,
     Message,
@@ -17,9 +18,6 @@ from asyncengine.api.schema import (
 )
 from asyncengine.errors import InvalidRequestError
 from asyncengine.streams import ChatPrompt
-
-TEMPLATE_KWARGS = frozenset({"date_string", "enable_thinking", "preserve_thinking", "reasoning_effort", "thinking"})
-"""Variables of a chat template that a request may set. Never the template itself, nor the engine's own variables."""
 
 
 def completion_prompts(request: CompletionRequest) -> list[str | list[int]]:
@@ -69,7 +67,7 @@ def conversation(
     for name in kwargs:
         if name not in TEMPLATE_KWARGS:
             raise InvalidRequestError(
-                f"chat_template_kwargs may set {', '.join(sorted(TEMPLATE_KWARGS))}; got {name[:64]!r}",
+                f"chat_template_kwargs may set {', '.join(TEMPLATE_KWARGS)}; got {name[:64]!r}",
                 code="unsupported_parameter",
                 param="chat_template_kwargs",
             )

@@ -32,6 +32,8 @@ MAX_MESSAGES = 4096
 MAX_TOOL_CALLS = 128
 MAX_PLAIN_DATA_DEPTH = 32
 DEFAULT_COMPLETION_TOKENS = 16
+TEMPLATE_KWARGS = ("date_string", "enable_thinking", "preserve_thinking", "reasoning_effort", "thinking")
+"""Variables of a chat template that a request may set. Never the template itself, nor the engine's own variables."""
 REQUEST_NAME = r"^[A-Za-z0-9._:-]{1,128}$(?!\n)"
 """What a client may call a request."""
 
@@ -44,7 +46,16 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 Name = Annotated[str, Meta(max_length=512)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
 ToolCalls = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOL_CALLS)]
+RequestName = Annotated[str, Meta(pattern=REQUEST_NAME)]
 TemplateValue = bool | Annotated[str, Meta(max_length=64)]
+TemplateKwargs = Annotated[
+    dict[str, TemplateValue],
+    Meta(max_length=16, extra_json_schema={"propertyNames": {"enum": list(TEMPLATE_KWARGS)}}),
+]
+LogitBias = Annotated[
+    dict[TokenId, Bias],
+    Meta(max_length=MAX_LOGIT_BIAS, extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"}}),
+]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +86,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=10)] | None = None
-    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
+    logit_bias: LogitBias | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
@@ -90,7 +101,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     timings: bool | None = None
-    request_id: Annotated[str, Meta(pattern=REQUEST_NAME)] | None = None
+    request_id: RequestName | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
     user: Name | None = None
 
@@ -170,7 +181,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, TemplateValue], Meta(max_length=16)] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
