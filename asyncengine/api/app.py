@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import gc
-import logging
 import socket
 from collections.abc import Sequence
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from asyncengine.api.backend import Backend
+from asyncengine.api.connections import Runner
 from asyncengine.api.endpoints import serve
 from asyncengine.api.errors import errors_as_json
 from asyncengine.api.openapi import openapi_endpoint
@@ -30,8 +29,6 @@ streams to write a turn takes ten milliseconds, and new clients would queue for 
 system call."""
 SHUTDOWN_SECONDS = 2.0
 """How long `cleanup` waits for handlers, which end at once when the engine has been closed before."""
-
-logger = logging.getLogger(__name__)
 
 
 def make_app(backend: Backend) -> web.Application:
@@ -62,15 +59,7 @@ async def run_app_on(
 
     Raises `StartupError` when they cannot listen.
     """
-    # without handler_cancellation a client that is gone would go unnoticed until the next write
-    runner = web.AppRunner(
-        make_app(backend),
-        logger=logger,
-        access_log=None,
-        handler_cancellation=True,
-        shutdown_timeout=SHUTDOWN_SECONDS,
-    )
-    logger.addFilter(_is_no_clients_fault)
+    runner = Runner(make_app(backend), shutdown_timeout=SHUTDOWN_SECONDS)
     await runner.setup()
     try:
         for listener in sockets:
@@ -123,9 +112,3 @@ def cannot_listen(host: str, port: int, error: OSError) -> StartupError:
 def bound_port(runner: web.AppRunner) -> int:
     """The port that a started runner listens on."""
     return int(runner.addresses[0][1])
-
-
-def _is_no_clients_fault(record: logging.LogRecord) -> bool:
-    """Bytes that are not HTTP get their 400; to log them, as aiohttp would, lets anybody fill the log, and repeats what
-    may be part of a prompt."""
-    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)

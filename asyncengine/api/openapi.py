@@ -15,7 +15,8 @@ from asyncengine.api.endpoints import Endpoint, Header
 from asyncengine.api.errors import ErrorJson
 from asyncengine.api.request_body import json_response
 
-EVENT_STREAM = "The answer; with `stream` events, of which this is the data of one. The last one's data is `[DONE]`."
+DONE = "[DONE]"
+"""Data of a stream's last event, which is no JSON."""
 
 Json = dict[str, Any]
 
@@ -24,7 +25,7 @@ def openapi_endpoint(endpoints: Sequence[Endpoint]) -> Endpoint:
     """The route of the document on `endpoints` and itself."""
 
     async def handler(request: web.Request) -> web.Response:
-        return answer
+        return json_response(answer)
 
     endpoint = Endpoint(
         method="GET",
@@ -34,7 +35,7 @@ def openapi_endpoint(endpoints: Sequence[Endpoint]) -> Endpoint:
         handler=handler,
         answer=dict[str, Any],
     )
-    answer = json_response(document([*endpoints, endpoint]))
+    answer = document([*endpoints, endpoint])
     return endpoint
 
 
@@ -69,11 +70,9 @@ def _schemas(endpoints: Sequence[Endpoint]) -> tuple[dict[Any, Json], Json]:
 
 def _operation(endpoint: Endpoint, schemas: Mapping[Any, Json]) -> Json:
     content = {"text/plain" if endpoint.answer is str else "application/json": {"schema": schemas[endpoint.answer]}}
-    description = "The answer"
     if endpoint.event is not None:
-        description = EVENT_STREAM
-        content["text/event-stream"] = {"schema": {"anyOf": [schemas[endpoint.event], schemas[ErrorJson]]}}
-    answer: Json = {"description": description, "content": content}
+        content["text/event-stream"] = {"schema": _event([schemas[endpoint.event], schemas[ErrorJson]])}
+    answer: Json = {"description": "The answer", "content": content}
     if endpoint.answer_headers:
         answer["headers"] = {header.name: _header(header, schemas) for header in endpoint.answer_headers}
     operation: Json = {"operationId": endpoint.name, "summary": endpoint.summary}
@@ -96,6 +95,12 @@ def _operation(endpoint: Endpoint, schemas: Mapping[Any, Json]) -> Json:
         for status, kind in endpoint.answers().items()
     }
     return operation
+
+
+def _event(data: list[Json]) -> Json:
+    """One event of a stream, whose data is JSON of one of the schemas `data`; as OpenAPI 3.2 has it for all of them."""
+    json = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": data}}
+    return {"type": "object", "properties": {"data": {"anyOf": [json, {"const": DONE}]}}, "required": ["data"]}
 
 
 def _header(header: Header, schemas: Mapping[Any, Json]) -> Json:

@@ -29,8 +29,7 @@ def completion_prompts(request: CompletionRequest) -> list[str | list[int]]:
     if kinds == {int}:
         return [given]  # type: ignore[list-item]  # all are ids, as just seen
     if kinds not in ({str}, {list}):
-        what = "must not be an empty list" if not given else "must not mix texts, token ids and lists of token ids"
-        raise InvalidRequestError(f"prompt {what}", param="prompt")
+        raise InvalidRequestError("prompt must not mix texts, token ids and lists of token ids", param="prompt")
     if len(given) > MAX_PROMPTS or len(given) * request.num_choices > MAX_CHOICES:
         raise InvalidRequestError(
             f"a request may have {MAX_PROMPTS} prompts, and {MAX_CHOICES} prompts times n; "
@@ -43,9 +42,6 @@ def completion_prompts(request: CompletionRequest) -> list[str | list[int]]:
             f"got {len(given)} prompts, n {request.num_choices} and logprobs {request.logprobs}",
             param="logprobs",
         )
-    for position, prompt in enumerate(given):
-        if prompt == []:
-            raise InvalidRequestError(f"prompt[{position}] must not be an empty list", param=f"prompt[{position}]")
     return given  # type: ignore[return-value]  # all are texts, or all lists of ids
 
 

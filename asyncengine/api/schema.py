@@ -43,6 +43,21 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 LogprobCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
+TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
+_PROMPTS = Meta(max_length=MAX_PROMPTS)
+Prompts = Annotated[
+    list[str | TokenId | TokenIds],
+    Meta(
+        min_length=1,
+        extra_json_schema={
+            "anyOf": [
+                msgspec.json.schema(kind)
+                for kind in (Annotated[list[str], _PROMPTS], list[TokenId], Annotated[list[TokenIds], _PROMPTS])
+            ]
+        },
+    ),
+]
+"""One prompt as ids, or several prompts: all as text or all as ids."""
 Name = Annotated[str, Meta(max_length=512)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
 ToolCalls = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOL_CALLS)]
@@ -145,7 +160,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     """Body of /v1/completions. `max_tokens` null, other than missing, means up to the model's context length."""
 
-    prompt: str | list[str | TokenId | list[TokenId]]
+    prompt: str | Prompts
     max_tokens: TokenCount | None = DEFAULT_COMPLETION_TOKENS
     logprobs: LogprobCount | None = None
 
@@ -157,7 +172,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
     """One part of a message's content; only parts of type "text" are understood."""
 
-    type: Annotated[str, Meta(max_length=64)]
+    type: Annotated[str, Meta(max_length=64, extra_json_schema={"const": "text"})]
     text: str | None = None
 
 
@@ -165,7 +180,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One turn of a conversation. `tool_calls` and the like are plain data for the model's chat template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_MESSAGES)] | None = None
+    content: str | Annotated[list[ContentPart], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     name: Name | None = None
     reasoning_content: str | None = None
     tool_calls: ToolCalls | None = None

@@ -38,7 +38,7 @@ class ChunkJson(msgspec.Struct, Generic[C], frozen=True, kw_only=True):
     created: int
     model: str
     choices: list[C]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
 
 
 class CompletionChunkJson(ChunkJson[CompletionChunkChoiceJson], frozen=True, kw_only=True):
