@@ -1,5 +1,6 @@
-"""Loaded by schemathesis: makes fields agree where a body whose every field is right would be refused for two that
-contradict each other, which no schema says. Without it hardly any body would get past those checks."""
+"""Loaded by schemathesis: makes fields agree where a body would be refused for two that contradict each other, or for
+one that names nothing, which no schema says. Otherwise hardly any body would get past those checks, and one that is
+wrong would be refused for a wrong reason. Values that are wrong themselves stay as they are."""
 
 from __future__ import annotations
 
@@ -11,22 +12,25 @@ from fake_backend import MODEL
 
 @schemathesis.hook
 def map_case(context: Any, case: Any) -> Any:
-    body = case.body
-    if isinstance(body, dict) and case.meta.generation.mode == schemathesis.GenerationMode.POSITIVE:
-        agree(body, tokenize=case.path == "/tokenize")
+    if isinstance(case.body, dict):
+        agree(case.body, tokenize=case.path == "/tokenize")
     return case
 
 
 def agree(body: dict[str, Any], *, tokenize: bool) -> None:
-    if body.get("model"):
+    if isinstance(body.get("model"), str) and len(body["model"]) <= 512:
         body["model"] = MODEL
-    if body.get("prompt") == "" or (tokenize and body.get("prompt") is None and not body.get("messages")):
+    if body.get("prompt") == "":
         body["prompt"] = "a"
-    for message in body.get("messages") or ():
-        message["content"] = message.get("content") or "a"
-    if tokenize and body.get("messages"):
-        body |= {"prompt": None, "add_special_tokens": False}
-    if body.get("stream_options") is not None:
-        body["stream"] = True
-    if body.get("top_logprobs") is not None:
-        body["logprobs"] = True
+    if tokenize and body.get("prompt") is None and body.get("messages") is None:
+        needs_messages = body.keys() & {"tools", "chat_template_kwargs", "add_generation_prompt"}
+        body |= {"messages": [{"role": "user"}]} if needs_messages else {"prompt": "a"}
+    messages = body.get("messages")
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict) and message.get("content") is None:
+            message["content"] = "a"
+    if tokenize and messages and body.get("add_special_tokens") in (None, True):
+        body["add_special_tokens"] = False
+    for name, needed in (("stream_options", "stream"), ("top_logprobs", "logprobs")):
+        if name in body and body.get(needed) in (None, False):
+            body[needed] = True
