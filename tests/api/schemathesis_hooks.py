@@ -29,8 +29,8 @@ def agree(body: dict[str, Any], *, tokenize: bool) -> None:
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, dict) and message.get("content") is None:
             message["content"] = "a"
-    if tokenize and messages and body.get("add_special_tokens") in (None, True):
+    if tokenize and messages and body.get("add_special_tokens", True) is True:
         body["add_special_tokens"] = False
     for name, needed in (("stream_options", "stream"), ("top_logprobs", "logprobs")):
-        if name in body and body.get(needed) in (None, False):
+        if name in body and (body.get(needed) is None or body[needed] is False):
             body[needed] = True

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from api_server import CHAT, COMPLETIONS, JSON, Server, serving
-from fake_backend import MODEL, FakeBackend
+from fake_backend import MODEL, VOCAB_SIZE, FakeBackend
 
 from asyncengine.api import connections, request_body
 from asyncengine.api.schema import ChatRequest, CompletionRequest
@@ -289,6 +289,28 @@ async def test_no_integer_breaks_the_server(server: Server, path: str, field: st
     if status != 200:
         assert status == 400
         assert error_of(status, answer)["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "holder"),
+    [
+        (COMPLETIONS, "prompt", lambda token: [token]),
+        (COMPLETIONS, "prompt", lambda token: [[1], [1, token]]),
+        (COMPLETIONS, "stop_token_ids", lambda token: [token]),
+        (COMPLETIONS, "logit_bias", lambda token: {str(token): 1}),
+        ("/detokenize", "tokens", lambda token: [1, token]),
+    ],
+)
+@pytest.mark.parametrize("value", [-1, 0, VOCAB_SIZE, 2**31, 2**63, 2**64, -(2**63) - 1, 10**300])
+async def test_no_token_id_breaks_the_server(server: Server, path: str, field: str, holder: Any, value: int) -> None:
+    body: dict[str, Any] = {"prompt": "a"} if path == COMPLETIONS else {}
+    status, answer = await server.post(path, {**body, field: holder(value)})
+    # which ids the vocabulary has only the engine knows; this one looks at prompts
+    if value == 0 or (value == VOCAB_SIZE and field in ("stop_token_ids", "logit_bias")):
+        assert status == 200
+    else:
+        assert status == 400
+        assert error_of(status, answer)["param"].startswith(("prompt", field))
 
 
 def test_the_generated_test_covers_the_integer_fields() -> None:
