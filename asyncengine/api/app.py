@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import errno
 import gc
-import logging
 import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from asyncengine.api.backend import Backend
+from asyncengine.api.connections import Runner
+from asyncengine.api.endpoints import serve
 from asyncengine.api.errors import errors_as_json
+from asyncengine.api.openapi import openapi_endpoint
 from asyncengine.api.routes import Routes
 from asyncengine.api.status_routes import StatusRoutes
 from asyncengine.api.token_routes import TokenRoutes
@@ -33,8 +34,6 @@ system call."""
 SHUTDOWN_SECONDS = 2.0
 """How long `cleanup` waits for handlers, which end at once when the engine has been closed before."""
 
-logger = logging.getLogger(__name__)
-
 
 def make_app(backend: Backend, tracing: Tracing | None = None) -> web.Application:
     """The application; see `run_app` for how it must be run. It closes `tracing`."""
@@ -43,9 +42,12 @@ def make_app(backend: Backend, tracing: Tracing | None = None) -> web.Applicatio
     app = web.Application(middlewares=middlewares, client_max_size=max_body)
     if tracing is not None:
         app.on_cleanup.append(tracing.close)
-    Routes(backend).add_to(app)
-    TokenRoutes(backend).add_to(app)
-    StatusRoutes(backend).add_to(app)
+    endpoints = [
+        endpoint
+        for routes in (Routes(backend), TokenRoutes(backend), StatusRoutes(backend))
+        for endpoint in routes.endpoints()
+    ]
+    serve([*endpoints, openapi_endpoint(endpoints)], app)
     return app
 
 
@@ -68,15 +70,7 @@ async def run_app_on(
 
     Raises `StartupError` when they cannot listen.
     """
-    # without handler_cancellation a client that is gone would go unnoticed until the next write
-    runner = web.AppRunner(
-        make_app(backend, tracing),
-        logger=logger,
-        access_log=None,
-        handler_cancellation=True,
-        shutdown_timeout=SHUTDOWN_SECONDS,
-    )
-    logger.addFilter(_is_no_clients_fault)
+    runner = Runner(make_app(backend, tracing), shutdown_timeout=SHUTDOWN_SECONDS)
     await runner.setup()
     try:
         for listener in sockets:
@@ -129,9 +123,3 @@ def cannot_listen(host: str, port: int, error: OSError) -> StartupError:
 def bound_port(runner: web.AppRunner) -> int:
     """The port that a started runner listens on."""
     return int(runner.addresses[0][1])
-
-
-def _is_no_clients_fault(record: logging.LogRecord) -> bool:
-    """Bytes that are not HTTP get their 400; to log them, as aiohttp would, lets anybody fill the log, and repeats what
-    may be part of a prompt."""
-    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)

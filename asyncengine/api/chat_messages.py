@@ -39,8 +39,9 @@ class AssistantMessageJson(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeltaJson(msgspec.Struct, frozen=True, kw_only=True):
-    """What is new of a message."""
+    """What is new of a message. role: in the first event of a choice, with nothing else."""
 
+    role: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     tool_calls: list[ToolCallChunkJson] | UnsetType = UNSET

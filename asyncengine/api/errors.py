@@ -28,20 +28,24 @@ class BodyTimeoutError(InvalidRequestError):
     status = 408
 
 
-class _ErrorBody(msgspec.Struct, frozen=True):
+class ErrorBodyJson(msgspec.Struct, frozen=True):
+    """param: the field, or the part of the path, that is at fault. code: for programs, as `message` is for people."""
+
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class _ErrorEnvelope(msgspec.Struct, frozen=True):
-    error: _ErrorBody
+class ErrorJson(msgspec.Struct, frozen=True):
+    """Of every answer that is no success."""
+
+    error: ErrorBodyJson
 
 
 def error_json(error: EngineError) -> bytes:
     """The error object, as a response body or as the data of an event."""
-    return msgspec.json.encode(_ErrorEnvelope(_ErrorBody(error.message, error.type, error.param, error.code)))
+    return msgspec.json.encode(ErrorJson(ErrorBodyJson(error.message, error.type, error.param, error.code)))
 
 
 def error_response(error: EngineError) -> web.Response:

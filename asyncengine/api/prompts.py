@@ -10,6 +10,7 @@ from asyncengine.api.schema import (
     MAX_LOGPROBS_AT_ONCE,
     MAX_PLAIN_DATA_DEPTH,
     MAX_PROMPTS,
+    TEMPLATE_KWARGS,
     ChatRequest,
     CompletionRequest,
     Message,
@@ -17,9 +18,6 @@ from asyncengine.api.schema import (
 )
 from asyncengine.errors import InvalidRequestError
 from asyncengine.streams import ChatPrompt
-
-TEMPLATE_KWARGS = frozenset({"date_string", "enable_thinking", "preserve_thinking", "reasoning_effort", "thinking"})
-"""Variables of a chat template that a request may set. Never the template itself, nor the engine's own variables."""
 
 
 def completion_prompts(request: CompletionRequest) -> list[str | list[int]]:
@@ -31,8 +29,7 @@ def completion_prompts(request: CompletionRequest) -> list[str | list[int]]:
     if kinds == {int}:
         return [given]  # type: ignore[list-item]  # all are ids, as just seen
     if kinds not in ({str}, {list}):
-        what = "must not be an empty list" if not given else "must not mix texts, token ids and lists of token ids"
-        raise InvalidRequestError(f"prompt {what}", param="prompt")
+        raise InvalidRequestError("prompt must not mix texts, token ids and lists of token ids", param="prompt")
     if len(given) > MAX_PROMPTS or len(given) * request.num_choices > MAX_CHOICES:
         raise InvalidRequestError(
             f"a request may have {MAX_PROMPTS} prompts, and {MAX_CHOICES} prompts times n; "
@@ -45,9 +42,6 @@ def completion_prompts(request: CompletionRequest) -> list[str | list[int]]:
             f"got {len(given)} prompts, n {request.num_choices} and logprobs {request.logprobs}",
             param="logprobs",
         )
-    for position, prompt in enumerate(given):
-        if prompt == []:
-            raise InvalidRequestError(f"prompt[{position}] must not be an empty list", param=f"prompt[{position}]")
     return given  # type: ignore[return-value]  # all are texts, or all lists of ids
 
 
@@ -69,7 +63,7 @@ def conversation(
     for name in kwargs:
         if name not in TEMPLATE_KWARGS:
             raise InvalidRequestError(
-                f"chat_template_kwargs may set {', '.join(sorted(TEMPLATE_KWARGS))}; got {name[:64]!r}",
+                f"chat_template_kwargs may set {', '.join(TEMPLATE_KWARGS)}; got {name[:64]!r}",
                 code="unsupported_parameter",
                 param="chat_template_kwargs",
             )

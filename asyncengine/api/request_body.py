@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import msgspec
 from aiohttp import web
 
+from asyncengine.api.endpoints import Header
 from asyncengine.api.errors import BodyTimeoutError
 from asyncengine.errors import InvalidRequestError
 
-IGNORED_FIELDS_HEADER = "x-ignored-fields"
+IGNORED_FIELDS = Header(name="x-ignored-fields", kind=str, description="Names of fields that are unknown here")
 MAX_REPORTED_FIELDS = 32
 MAX_REPORTED_NAME_CHARS = 64
 BODY_SECONDS = 60.0
@@ -46,4 +47,4 @@ def ignored_fields_header(names: Sequence[str]) -> dict[str, str]:
         "".join(char if "!" <= char <= "~" and char != "," else "?" for char in name[:MAX_REPORTED_NAME_CHARS])
         for name in names[:MAX_REPORTED_FIELDS]
     ]
-    return {IGNORED_FIELDS_HEADER: ", ".join(safe)} if safe else {}
+    return {IGNORED_FIELDS.name: ", ".join(safe)} if safe else {}

@@ -6,23 +6,65 @@ import re
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
 from aiohttp import web
 
 from asyncengine.api.answer_parser import AnswerParser
 from asyncengine.api.backend import Backend, Prompt
 from asyncengine.api.chat_turn import chat_turn
+from asyncengine.api.endpoints import ENGINE_CALL, NAMED_THING, Endpoint, Header
 from asyncengine.api.errors import NotFoundError
 from asyncengine.api.generation import Generation
 from asyncengine.api.prompts import completion_prompts
-from asyncengine.api.request_body import ignored_fields_header, json_body, json_response
-from asyncengine.api.schema import REQUEST_NAME, GenerationRequest, Parsed, R, parse_chat, parse_completion
-from asyncengine.api.shapes import AnswerOptions, ChatShape, CompletionShape, Shape
+from asyncengine.api.request_body import IGNORED_FIELDS, ignored_fields_header, json_body, json_response
+from asyncengine.api.schema import (
+    REQUEST_NAME,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Parsed,
+    R,
+    RequestName,
+    parse_chat,
+    parse_completion,
+)
+from asyncengine.api.shapes import (
+    AnswerOptions,
+    ChatCompletionJson,
+    ChatShape,
+    CompletionJson,
+    CompletionShape,
+    Shape,
+)
+from asyncengine.api.stream_events import ChatCompletionChunkJson, CompletionChunkJson
+from asyncengine.api.unsupported import NO_EFFECT_IN_CHAT, NO_EFFECT_IN_COMPLETIONS
 from asyncengine.engine_info import EngineInfo
 from asyncengine.errors import InvalidRequestError
 from asyncengine.sampling import SamplingParams
 from asyncengine.telemetry import current_trace
 
-REQUEST_ID_HEADER = "X-Request-Id"
+REQUEST_ID = Header(name="X-Request-Id", kind=RequestName, description="As `request_id`, and before it")
+
+
+class ModelJson(msgspec.Struct, frozen=True, kw_only=True):
+    """created: when the server started, as Unix time. max_model_len: tokens of a prompt and its answer together."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "asyncengine"
+    max_model_len: int
+
+
+class ModelListJson(msgspec.Struct, frozen=True, kw_only=True):
+    object: str = "list"
+    data: list[ModelJson]
+
+
+class CancelledJson(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: str = "request"
+    status: str = "cancelled"
 
 
 class Routes:
@@ -32,13 +74,63 @@ class Routes:
         self._backend = backend
         self._created = int(time.time())
 
-    def add_to(self, app: web.Application) -> None:
-        app.router.add_post("/v1/completions", self.completions, name="completions")
-        app.router.add_post("/v1/chat/completions", self.chat_completions, name="chat_completions")
-        app.router.add_post("/v1/requests/{id}/cancel", self.cancel, name="cancel")
-        app.router.add_get("/v1/models", self.models, name="models")
-        # a model's name may hold slashes, as a hub id does
-        app.router.add_get("/v1/models/{model:.+}", self.model, name="model")
+    def endpoints(self) -> list[Endpoint]:
+        return [
+            Endpoint(
+                method="POST",
+                path="/v1/completions",
+                name="completions",
+                summary="Continue one text or several",
+                handler=self.completions,
+                headers=(REQUEST_ID,),
+                body=CompletionRequest,
+                no_effect=NO_EFFECT_IN_COMPLETIONS,
+                answer=CompletionJson,
+                answer_headers=(IGNORED_FIELDS,),
+                event=CompletionChunkJson,
+                errors=(*NAMED_THING, *ENGINE_CALL),
+            ),
+            Endpoint(
+                method="POST",
+                path="/v1/chat/completions",
+                name="chat_completions",
+                summary="Answer a conversation",
+                handler=self.chat_completions,
+                headers=(REQUEST_ID,),
+                body=ChatRequest,
+                no_effect=NO_EFFECT_IN_CHAT,
+                answer=ChatCompletionJson,
+                answer_headers=(IGNORED_FIELDS,),
+                event=ChatCompletionChunkJson,
+                errors=(*NAMED_THING, *ENGINE_CALL),
+            ),
+            Endpoint(
+                method="POST",
+                path="/v1/requests/{id}/cancel",
+                name="cancel",
+                summary="End a running request; its id is that of its answer",
+                handler=self.cancel,
+                answer=CancelledJson,
+                errors=(*NAMED_THING, *ENGINE_CALL),
+            ),
+            Endpoint(
+                method="GET",
+                path="/v1/models",
+                name="models",
+                summary="The model, as a list",
+                handler=self.models,
+                answer=ModelListJson,
+            ),
+            Endpoint(
+                method="GET",
+                path="/v1/models/{model:.+}",  # its name may hold slashes, as a hub id does
+                name="model",
+                summary="The model",
+                handler=self.model,
+                answer=ModelJson,
+                errors=NAMED_THING,
+            ),
+        ]
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         received_ns = time.monotonic_ns()
@@ -63,14 +155,14 @@ class Routes:
         name = request.match_info["id"]
         if not await self._backend.cancel(name):
             raise NotFoundError(f"no request {name[:128]!r} is running", code="request_not_found", param="id")
-        return json_response({"id": name, "object": "request", "status": "cancelled"})
+        return json_response(CancelledJson(id=name))
 
     async def models(self, request: web.Request) -> web.Response:
-        return json_response({"object": "list", "data": [self._model_card()]})
+        return json_response(ModelListJson(data=[self._model_json()]))
 
     async def model(self, request: web.Request) -> web.Response:
         check_model(request.match_info["model"], self._backend.info)
-        return json_response(self._model_card())
+        return json_response(self._model_json())
 
     async def _generate(
         self,
@@ -118,15 +210,9 @@ class Routes:
         headers = ignored_fields_header(parsed.ignored)
         return await (generation.stream(request, headers) if asked.stream else generation.respond(headers))
 
-    def _model_card(self) -> dict[str, object]:
+    def _model_json(self) -> ModelJson:
         info = self._backend.info
-        return {
-            "id": info.model,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "asyncengine",
-            "max_model_len": info.max_model_len,
-        }
+        return ModelJson(id=info.model, created=self._created, max_model_len=info.max_model_len)
 
 
 def check_model(name: str | None, info: EngineInfo) -> None:
@@ -139,7 +225,7 @@ def check_model(name: str | None, info: EngineInfo) -> None:
 
 def _request_name(request: web.Request) -> str | None:
     """What the client, or a proxy, calls this request."""
-    name = request.headers.get(REQUEST_ID_HEADER)
+    name = request.headers.get(REQUEST_ID.name)
     if name is not None and not re.fullmatch(REQUEST_NAME, name):
-        raise InvalidRequestError(f"the {REQUEST_ID_HEADER} header must match {REQUEST_NAME}", code="invalid_header")
+        raise InvalidRequestError(f"the {REQUEST_ID.name} header must match {REQUEST_NAME}", code="invalid_header")
     return name

@@ -32,6 +32,8 @@ MAX_MESSAGES = 4096
 MAX_TOOL_CALLS = 128
 MAX_PLAIN_DATA_DEPTH = 32
 DEFAULT_COMPLETION_TOKENS = 16
+TEMPLATE_KWARGS = ("date_string", "enable_thinking", "preserve_thinking", "reasoning_effort", "thinking")
+"""Variables of a chat template that a request may set. Never the template itself, nor the engine's own variables."""
 REQUEST_NAME = r"^[A-Za-z0-9._:-]{1,128}$(?!\n)"
 """What a client may call a request."""
 
@@ -41,10 +43,34 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 LogprobCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
+TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
+_PROMPTS = Meta(max_length=MAX_PROMPTS)
+Prompts = Annotated[
+    list[str | TokenId | TokenIds],
+    Meta(
+        min_length=1,
+        extra_json_schema={
+            "anyOf": [
+                msgspec.json.schema(kind)
+                for kind in (Annotated[list[str], _PROMPTS], list[TokenId], Annotated[list[TokenIds], _PROMPTS])
+            ]
+        },
+    ),
+]
+"""One prompt as ids, or several prompts: all as text or all as ids."""
 Name = Annotated[str, Meta(max_length=512)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
 ToolCalls = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOL_CALLS)]
+RequestName = Annotated[str, Meta(pattern=REQUEST_NAME)]
 TemplateValue = bool | Annotated[str, Meta(max_length=64)]
+TemplateKwargs = Annotated[
+    dict[str, TemplateValue],
+    Meta(max_length=16, extra_json_schema={"propertyNames": {"enum": list(TEMPLATE_KWARGS)}}),
+]
+LogitBias = Annotated[
+    dict[TokenId, Bias],
+    Meta(max_length=MAX_LOGIT_BIAS, extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"}}),
+]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +101,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=10)] | None = None
-    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
+    logit_bias: LogitBias | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
@@ -90,7 +116,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     timings: bool | None = None
-    request_id: Annotated[str, Meta(pattern=REQUEST_NAME)] | None = None
+    request_id: RequestName | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
     user: Name | None = None
 
@@ -134,7 +160,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     """Body of /v1/completions. `max_tokens` null, other than missing, means up to the model's context length."""
 
-    prompt: str | list[str | TokenId | list[TokenId]]
+    prompt: str | Prompts
     max_tokens: TokenCount | None = DEFAULT_COMPLETION_TOKENS
     logprobs: LogprobCount | None = None
 
@@ -146,7 +172,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
     """One part of a message's content; only parts of type "text" are understood."""
 
-    type: Annotated[str, Meta(max_length=64)]
+    type: Annotated[str, Meta(max_length=64, extra_json_schema={"const": "text"})]
     text: str | None = None
 
 
@@ -154,7 +180,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One turn of a conversation. `tool_calls` and the like are plain data for the model's chat template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_MESSAGES)] | None = None
+    content: str | Annotated[list[ContentPart], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     name: Name | None = None
     reasoning_content: str | None = None
     tool_calls: ToolCalls | None = None
@@ -170,7 +196,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, TemplateValue], Meta(max_length=16)] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None

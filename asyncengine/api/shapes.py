@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -18,7 +18,7 @@ from asyncengine.api.sse import event
 from asyncengine.api.timings import TimingsJson, timings
 from asyncengine.api.usage import Usage, usage_of
 from asyncengine.logprobs import TokenLogprob
-from asyncengine.streams import Delta
+from asyncengine.streams import FINISH_REASONS, Delta
 from asyncengine.timeline import Timeline
 
 encode = msgspec.json.encode
@@ -72,13 +72,17 @@ class Answer:
         ]
 
 
+FinishReason = Annotated[
+    str, msgspec.Meta(extra_json_schema={"enum": [*dict.fromkeys(FINISH_REASONS.values()), "tool_calls"]})
+]
+
+
 class ChoiceJson(msgspec.Struct, frozen=True, kw_only=True):
     """What a choice of either endpoint has. `stop_reason`, `token_ids` and `timings` are no part of OpenAI's schema:
     the first is there when a stop token or string of the request ended the choice, the others when asked for."""
 
     index: int
-    logprobs: CompletionLogprobsJson | ChatLogprobsJson | None = None
-    finish_reason: str | None
+    finish_reason: FinishReason | None
     stop_reason: int | str | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     timings: TimingsJson | UnsetType = UNSET
@@ -86,19 +90,32 @@ class ChoiceJson(msgspec.Struct, frozen=True, kw_only=True):
 
 class CompletionChoiceJson(ChoiceJson, frozen=True, kw_only=True):
     text: str
+    logprobs: CompletionLogprobsJson | None
 
 
 class ChatChoiceJson(ChoiceJson, frozen=True, kw_only=True):
     message: AssistantMessageJson
+    logprobs: ChatLogprobsJson | None
 
 
-class ResponseJson(msgspec.Struct, frozen=True, kw_only=True):
+C = TypeVar("C", bound=ChoiceJson)
+
+
+class ResponseJson(msgspec.Struct, Generic[C], frozen=True, kw_only=True):
     id: str
     object: str
     created: int
     model: str
-    choices: list[ChoiceJson]
+    choices: list[C]
     usage: Usage
+
+
+class CompletionJson(ResponseJson[CompletionChoiceJson], frozen=True, kw_only=True):
+    """Choice `k` of prompt `i` has index `i * n + k`."""
+
+
+class ChatCompletionJson(ResponseJson[ChatChoiceJson], frozen=True, kw_only=True):
+    """One conversation's choices."""
 
 
 class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,6 +140,7 @@ class Shape(ABC):
     id_prefix: ClassVar[str]
     object: ClassVar[str]
     chunk_object: ClassVar[str]
+    response_type: ClassVar[type[ResponseJson[Any]]]
     text_members: ClassVar[tuple[bytes, bytes]]
     """What comes before and after a choice's text in a chunk."""
 
@@ -159,7 +177,7 @@ class Shape(ABC):
     def response(self, answers: Mapping[int, Answer], usage: Usage) -> bytes:
         """The whole response, of choice index -> answer."""
         choices = [self._choice(index, answers[index]) for index in sorted(answers)]
-        response = ResponseJson(
+        response = self.response_type(
             id=self.id, object=self.object, created=self._created, model=self._model, choices=choices, usage=usage
         )
         return encode(response)
@@ -201,13 +219,11 @@ class Shape(ABC):
     def _ids(self, answer: Answer) -> list[int] | UnsetType:
         return answer.token_ids if self._token_ids else UNSET
 
-    def _logprobs_of(self, answer: Answer) -> CompletionLogprobsJson | ChatLogprobsJson | None:
-        return self._logprobs_json(answer.logprobs) if self._logprobs else None
-
 
 class CompletionShape(Shape):
     id_prefix = "cmpl"
     object = chunk_object = "text_completion"
+    response_type = CompletionJson
     text_members = (b'"text":', b"")
 
     def chunk(self, index: int, delta: Delta) -> bytes:
@@ -219,7 +235,7 @@ class CompletionShape(Shape):
         return CompletionChoiceJson(
             index=index,
             text=answer.text,
-            logprobs=self._logprobs_of(answer),
+            logprobs=self._logprobs_json(answer.logprobs) if self._logprobs else None,
             finish_reason=answer.finish_reason,
             stop_reason=UNSET if answer.stop_reason is None else answer.stop_reason,
             token_ids=self._ids(answer),
@@ -236,6 +252,7 @@ class ChatShape(Shape):
     id_prefix = "chatcmpl"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    response_type = ChatCompletionJson
     text_members = (b'"delta":{"content":', b"}")
     _ROLE = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
 
@@ -258,7 +275,7 @@ class ChatShape(Shape):
         return ChatChoiceJson(
             index=index,
             message=_message_of(answer),
-            logprobs=self._logprobs_of(answer),
+            logprobs=self._logprobs_json(answer.logprobs) if self._logprobs else None,
             finish_reason=answer.finish_reason,
             stop_reason=UNSET if answer.stop_reason is None else answer.stop_reason,
             token_ids=self._ids(answer),

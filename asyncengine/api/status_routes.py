@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
+import msgspec
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 
 from asyncengine.api.backend import Backend
+from asyncengine.api.endpoints import Endpoint
 from asyncengine.api.exposition import CONTENT_TYPE
 from asyncengine.api.metric_families import metrics_text
 from asyncengine.api.request_body import json_response
+
+
+class StatusJson(msgspec.Struct, frozen=True, kw_only=True):
+    """reason: of a status that is not good."""
+
+    status: str
+    reason: str | UnsetType = UNSET
+
+
+class VersionJson(msgspec.Struct, frozen=True, kw_only=True):
+    version: str
 
 
 class StatusRoutes:
@@ -20,11 +34,43 @@ class StatusRoutes:
         self._backend = backend
         self._version = version("asyncengine")
 
-    def add_to(self, app: web.Application) -> None:
-        app.router.add_get("/health", self.health, name="health")
-        app.router.add_get("/ready", self.ready, name="ready")
-        app.router.add_get("/version", self.version, name="version")
-        app.router.add_get("/metrics", self.metrics, name="metrics")
+    def endpoints(self) -> list[Endpoint]:
+        return [
+            Endpoint(
+                method="GET",
+                path="/health",
+                name="health",
+                summary="Whether the server should go on living",
+                handler=self.health,
+                answer=StatusJson,
+                others={503: StatusJson},
+            ),
+            Endpoint(
+                method="GET",
+                path="/ready",
+                name="ready",
+                summary="Whether the server should be sent requests",
+                handler=self.ready,
+                answer=StatusJson,
+                others={503: StatusJson},
+            ),
+            Endpoint(
+                method="GET",
+                path="/version",
+                name="version",
+                summary="The server's version",
+                handler=self.version,
+                answer=VersionJson,
+            ),
+            Endpoint(
+                method="GET",
+                path="/metrics",
+                name="metrics",
+                summary="Metrics in Prometheus's text format",
+                handler=self.metrics,
+                answer=str,
+            ),
+        ]
 
     async def health(self, request: web.Request) -> web.Response:
         return self._status("ok")
@@ -33,7 +79,7 @@ class StatusRoutes:
         return self._status("ready")
 
     async def version(self, request: web.Request) -> web.Response:
-        return json_response({"version": self._version})
+        return json_response(VersionJson(version=self._version))
 
     async def metrics(self, request: web.Request) -> web.Response:
         backend = self._backend
@@ -45,5 +91,5 @@ class StatusRoutes:
     def _status(self, good: str) -> web.Response:
         health = self._backend.health
         if health.state == "ready":
-            return json_response({"status": good})
-        return json_response({"status": health.state, "reason": health.detail}, status=503)
+            return json_response(StatusJson(status=good))
+        return json_response(StatusJson(status=health.state, reason=health.detail), status=503)

@@ -10,13 +10,12 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from asyncengine.errors import InvalidRequestError
 from asyncengine.sampling import MAX_STRUCTURED_BYTES, Structured, StructuredKind
 
 MAX_CHOICES = 4096
-NO_SCHEMA = msgspec.Raw(b"null")
 
 Text = Annotated[str, Meta(min_length=1, max_length=MAX_STRUCTURED_BYTES)]
 Choices = Annotated[
@@ -41,7 +40,7 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """At most one of them. json: null is none."""
 
-    json: msgspec.Raw = NO_SCHEMA
+    json: msgspec.Raw | UnsetType = UNSET
     json_object: bool | None = None
     regex: Text | None = None
     choice: Choices | None = None
@@ -77,7 +76,7 @@ def _of_format(response_format: ResponseFormat) -> Structured:
 
 def _of_outputs(outputs: StructuredOutputs) -> list[Structured]:
     found = []
-    if bytes(outputs.json) != bytes(NO_SCHEMA):
+    if outputs.json is not UNSET and bytes(outputs.json) != b"null":
         found.append(_json(outputs.json, "structured_outputs.json"))
     if outputs.json_object:
         found.append(Structured("json_object"))

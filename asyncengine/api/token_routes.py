@@ -5,23 +5,50 @@ from __future__ import annotations
 from aiohttp import web
 
 from asyncengine.api.backend import Backend
-from asyncengine.api.request_body import json_body, json_response
+from asyncengine.api.endpoints import ENGINE_CALL, NAMED_THING, Endpoint
+from asyncengine.api.request_body import IGNORED_FIELDS, json_body, json_response
 from asyncengine.api.routes import check_model
 from asyncengine.api.token_schema import (
+    DetokenizeRequest,
     DetokenizeResponse,
+    TokenizeRequest,
     TokenizeResponse,
     parse_detokenize,
     parse_tokenize,
 )
+from asyncengine.api.unsupported import NO_EFFECT_IN_TOKENIZE
 
 
 class TokenRoutes:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
-    def add_to(self, app: web.Application) -> None:
-        app.router.add_post("/tokenize", self.tokenize, name="tokenize")
-        app.router.add_post("/detokenize", self.detokenize, name="detokenize")
+    def endpoints(self) -> list[Endpoint]:
+        return [
+            Endpoint(
+                method="POST",
+                path="/tokenize",
+                name="tokenize",
+                summary="The tokens of a text or a conversation",
+                handler=self.tokenize,
+                body=TokenizeRequest,
+                no_effect=NO_EFFECT_IN_TOKENIZE,
+                answer=TokenizeResponse,
+                answer_headers=(IGNORED_FIELDS,),
+                errors=(*NAMED_THING, *ENGINE_CALL),
+            ),
+            Endpoint(
+                method="POST",
+                path="/detokenize",
+                name="detokenize",
+                summary="The text of tokens",
+                handler=self.detokenize,
+                body=DetokenizeRequest,
+                answer=DetokenizeResponse,
+                answer_headers=(IGNORED_FIELDS,),
+                errors=(*NAMED_THING, *ENGINE_CALL),
+            ),
+        ]
 
     async def tokenize(self, request: web.Request) -> web.Response:
         parsed = parse_tokenize(await json_body(request))

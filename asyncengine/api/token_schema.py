@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from asyncengine.api.json_body import decode_body
 from asyncengine.api.prompts import conversation
-from asyncengine.api.schema import FIELDS, MAX_MESSAGES, Message, Name, Parsed, TemplateValue, TokenId
+from asyncengine.api.schema import FIELDS, MAX_MESSAGES, Message, Name, Parsed, TemplateKwargs, TokenId
 from asyncengine.api.tools import Tools, template_tools
 from asyncengine.api.unsupported import NO_EFFECT_IN_TOKENIZE, ignored_fields
 from asyncengine.errors import InvalidRequestError
@@ -26,7 +26,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, TemplateValue], Meta(max_length=16)] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     tools: Tools | None = None
     return_token_strs: bool | None = None
 

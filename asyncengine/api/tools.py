@@ -18,6 +18,7 @@ MAX_SCHEMA_DEPTH = 64
 FUNCTION_NAME = r"^[a-zA-Z0-9_-]{1,64}$(?!\n)"
 
 FunctionName = Annotated[str, Meta(pattern=FUNCTION_NAME)]
+ObjectSchema = Annotated[dict[str, Any], Meta(extra_json_schema={"properties": {"type": {"const": "object"}}})]
 
 
 class FunctionJson(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -26,7 +27,7 @@ class FunctionJson(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     name: FunctionName
     description: Annotated[str, Meta(max_length=MAX_STRUCTURED_BYTES)] | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: ObjectSchema | None = None
     strict: bool | None = None
 
 

@@ -9,9 +9,13 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import msgspec
 
 from asyncengine.api.app import bound_port, run_app
 from asyncengine.api.backend import Backend
+from asyncengine.api.errors import ErrorJson
+from asyncengine.api.shapes import ChatCompletionJson, CompletionJson
+from asyncengine.api.stream_events import ChatCompletionChunkJson, CompletionChunkJson
 
 if TYPE_CHECKING:
     from asyncengine.api.tracing import Tracing
@@ -19,6 +23,8 @@ if TYPE_CHECKING:
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 JSON = {"Content-Type": "application/json"}
+ANSWERS = {COMPLETIONS: CompletionJson, CHAT: ChatCompletionJson}
+EVENTS = {COMPLETIONS: CompletionChunkJson, CHAT: ChatCompletionChunkJson}
 
 
 class Server:
@@ -30,7 +36,7 @@ class Server:
         """Status and decoded JSON; `body` is encoded unless it is bytes."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         async with self.session.post(self.url + path, data=data, headers=JSON) as response:
-            return response.status, json.loads(await response.read())
+            return response.status, as_promised(await response.read(), ANSWERS.get(path))
 
     async def events(self, path: str, body: dict[str, Any]) -> list[Any]:
         """All events of a stream: decoded JSON, and "[DONE]" as it is."""
@@ -40,7 +46,18 @@ class Server:
         assert text.endswith("\n\n")
         lines = text[:-2].split("\n\n")
         assert all(line.startswith("data: ") and "\n" not in line for line in lines)
-        return [line[6:] if line == "data: [DONE]" else json.loads(line[6:]) for line in lines]
+        data = [line.removeprefix("data: ") for line in lines]
+        return [text if text == "[DONE]" else as_promised(text, EVENTS[path]) for text in data]
+
+
+def as_promised(text: str | bytes, kind: Any) -> Any:
+    """The JSON `text`, which has what `kind`, and with it the OpenAPI document, says, and nothing else."""
+    value = json.loads(text)
+    if "error" in value:
+        kind = ErrorJson
+    if kind is not None:
+        assert msgspec.to_builtins(msgspec.convert(value, kind)) == value
+    return value
 
 
 async def eventually(condition: Callable[[], bool]) -> None:

@@ -140,7 +140,9 @@ class FakeBackend:
         return TokenizedPrompt(ids, [chr(token) for token in ids] if texts else None)
 
     async def detokenize(self, ids: Sequence[int]) -> str:
-        return bytes(ids).decode()
+        if ids:
+            self._check(ids)
+        return bytes(token % 256 for token in ids).decode(errors="replace")
 
     def _delta(self, index: int, text: str, count: int, size: int, params: SamplingParams) -> Delta:
         finish: str | None = None

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from api_server import CHAT, COMPLETIONS, JSON, Server
-from fake_backend import MODEL, FakeBackend
+from api_server import CHAT, COMPLETIONS, JSON, Server, serving
+from fake_backend import MODEL, VOCAB_SIZE, FakeBackend
 
-from asyncengine.api import request_body
+from asyncengine.api import connections, request_body
 from asyncengine.api.schema import ChatRequest, CompletionRequest
 
 USER = {"role": "user", "content": "hi"}
@@ -291,6 +291,28 @@ async def test_no_integer_breaks_the_server(server: Server, path: str, field: st
         assert error_of(status, answer)["param"] == field
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "holder"),
+    [
+        (COMPLETIONS, "prompt", lambda token: [token]),
+        (COMPLETIONS, "prompt", lambda token: [[1], [1, token]]),
+        (COMPLETIONS, "stop_token_ids", lambda token: [token]),
+        (COMPLETIONS, "logit_bias", lambda token: {str(token): 1}),
+        ("/detokenize", "tokens", lambda token: [1, token]),
+    ],
+)
+@pytest.mark.parametrize("value", [-1, 0, VOCAB_SIZE, 2**31, 2**63, 2**64, -(2**63) - 1, 10**300])
+async def test_no_token_id_breaks_the_server(server: Server, path: str, field: str, holder: Any, value: int) -> None:
+    body: dict[str, Any] = {"prompt": "a"} if path == COMPLETIONS else {}
+    status, answer = await server.post(path, {**body, field: holder(value)})
+    # which ids the vocabulary has only the engine knows; this one looks at prompts
+    if value == 0 or (value == VOCAB_SIZE and field in ("stop_token_ids", "logit_bias")):
+        assert status == 200
+    else:
+        assert status == 400
+        assert error_of(status, answer)["param"].startswith(("prompt", field))
+
+
 def test_the_generated_test_covers_the_integer_fields() -> None:
     names = {"max_tokens", "max_completion_tokens", "min_tokens", "top_k", "n", "seed", "priority"}
     own = {(COMPLETIONS, "logprobs"), (CHAT, "top_logprobs")}
@@ -439,11 +461,27 @@ async def test_bytes_that_are_not_http_are_refused_and_not_logged(
 ) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
     writer.write(head)
-    assert (await reader.read()).startswith(b"HTTP/1.0 400 ")
+    status, body = (await reader.read()).split(b"\r\n\r\n")
+    assert status.startswith(b"HTTP/1.0 400 ")
+    error = error_of(400, msgspec.json.decode(body))
+    assert (error["code"], b"secret" in body) == ("invalid_http", False)
     writer.close()
     assert caplog.records == []
     status, _ = await server.post(COMPLETIONS, {"prompt": "a"})
     assert status == 200
+
+
+async def test_a_head_that_does_not_arrive_ends_its_connection(
+    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.05)
+    async with serving(backend) as server:
+        for heads in (b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /health HTTP/1.1\r\nHost:"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+            writer.write(heads)
+            assert (await reader.read()).count(b"HTTP/1.1 200 OK") == heads.count(b"\r\n\r\n")  # to the end
+            writer.close()
+    assert caplog.records == []
 
 
 async def test_a_body_that_does_not_arrive_ends_its_connection(

@@ -107,6 +107,27 @@ async def test_every_parameter_makes_a_difference(
     assert with_it != without
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        *({"temperature": value} for value in (0, 1e-5, 1e-30, 5e-324, 2)),
+        *({"top_p": value} for value in (0, 1e-6, 1)),
+        *({"top_k": value} for value in (-1, 0, 1_000_000)),
+        {"top_k": 1, "top_p": 0.8},
+        {"min_p": 1},
+        {"top_p": 1, "min_p": 0},
+    ],
+)
+async def test_the_edges_of_sampling_are_taken_as_they_are(
+    server: Server, backend: FakeBackend, path: str, extra: dict[str, Any]
+) -> None:
+    status, answer = await server.post(path, BASE[path] | extra)
+    assert status == 200, answer
+    params = backend.calls[0][1]
+    assert {name: getattr(params, name) for name in extra} == extra
+
+
 @pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, CompletionRequest), (CHAT, ChatRequest)])
 def test_the_list_is_complete(path: str, body: type) -> None:
     assert set(BOTH) | set(OWN[path]) | WITHOUT_EFFECT == set(body.__struct_fields__)  # type: ignore[attr-defined]
