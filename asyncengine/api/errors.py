@@ -8,12 +8,16 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from aiohttp import web
 
-from asyncengine.errors import EngineError, InvalidRequestError
+from asyncengine.errors import EngineError, InvalidRequestError, OverloadedError
 
 logger = logging.getLogger(__name__)
 
 INTERNAL_ERROR = EngineError("the server failed to handle this request", code="internal_error")
 """What a caller learns of a fault that is ours; the log has the rest."""
+
+
+RETRY_AFTER_SECONDS = 1
+"""When to ask again of an engine that had no room: requests end all the time, so soon."""
 
 
 class NotFoundError(InvalidRequestError):
@@ -49,7 +53,10 @@ def error_json(error: EngineError) -> bytes:
 
 
 def error_response(error: EngineError) -> web.Response:
-    return web.Response(body=error_json(error), status=error.status, content_type="application/json")
+    response = web.Response(body=error_json(error), status=error.status, content_type="application/json")
+    if isinstance(error, OverloadedError):
+        response.headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
+    return response
 
 
 @web.middleware

@@ -148,10 +148,11 @@ async def test_an_unknown_field_is_named_and_an_unknown_model_is_not_found(
         assert response.status == 400
 
 
-async def test_a_refusal_to_tokenize_has_its_own_status(server: Server, backend: FakeBackend) -> None:
+async def test_an_engine_without_room_says_when_to_ask_again(server: Server, backend: FakeBackend) -> None:
     backend.refusal = OverloadedError("no room", code="overloaded")
-    status, answer = await server.post("/tokenize", {"prompt": "a"})
-    assert (status, answer["error"]["code"]) == (503, "overloaded")
+    async with server.session.post(server.url + "/tokenize", json={"prompt": "a"}) as response:
+        answer = await response.json()
+    assert (response.status, answer["error"]["code"], response.headers["Retry-After"]) == (503, "overloaded", "1")
 
 
 # ------------------------------------------------------------------------------------------------------ for operators
