@@ -12,6 +12,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from asyncengine.api.backend import Backend
+from asyncengine.api.console_routes import ConsoleRoutes
 from asyncengine.api.errors import errors_as_json
 from asyncengine.api.routes import Routes
 from asyncengine.api.status_routes import StatusRoutes
@@ -32,26 +33,28 @@ SHUTDOWN_SECONDS = 2.0
 logger = logging.getLogger(__name__)
 
 
-def make_app(backend: Backend) -> web.Application:
-    """The application; see `run_app` for how it must be run."""
+def make_app(backend: Backend, *, console: bool = True) -> web.Application:
+    """The application; see `run_app` for how it must be run. console: whether / is a page for people."""
     max_body = max(MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN * backend.info.max_model_len)
     app = web.Application(middlewares=[errors_as_json], client_max_size=max_body)
     Routes(backend).add_to(app)
     TokenRoutes(backend).add_to(app)
     StatusRoutes(backend).add_to(app)
+    if console:
+        ConsoleRoutes(backend).add_to(app)
     return app
 
 
-async def run_app(backend: Backend, host: str, port: int) -> web.AppRunner:
+async def run_app(backend: Backend, host: str, port: int, *, console: bool = True) -> web.AppRunner:
     """Serve `backend` until the runner's `cleanup` is awaited. Port 0 takes a free one; `bound_port` tells which.
 
     Raises `StartupError` when the address cannot be had.
     """
-    return await run_app_on(backend, bind(host, port))
+    return await run_app_on(backend, bind(host, port), console=console)
 
 
 async def run_app_on(
-    backend: Backend, sockets: Sequence[socket.socket], *, acceptors: int = ACCEPTORS
+    backend: Backend, sockets: Sequence[socket.socket], *, acceptors: int = ACCEPTORS, console: bool = True
 ) -> web.AppRunner:
     """Serve `backend` on bound sockets, which the runner then owns.
 
@@ -59,7 +62,7 @@ async def run_app_on(
     """
     # without handler_cancellation a client that is gone would go unnoticed until the next write
     runner = web.AppRunner(
-        make_app(backend),
+        make_app(backend, console=console),
         logger=logger,
         access_log=None,
         handler_cancellation=True,

@@ -98,7 +98,7 @@ async def _serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> Non
         reporter.ready()
         if await worker.begun():
             freeze_start_up()
-            runner = await run_app_on(worker, sockets, acceptors=ACCEPTORS)
+            runner = await run_app_on(worker, sockets, acceptors=ACCEPTORS, console=config.console)
             await worker.ended()
             await runner.cleanup()
     finally:
