@@ -245,10 +245,10 @@ def ready_text(model: str, host: str, port: int, *, console: bool = True) -> str
     body = json.dumps(
         {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}], "stream": True}
     )
+    browser = f"\n  # or in a browser: {url}/" if console else ""
     return (
         f"Ready: {model} at {url}\n"
-        f"{f'  console: {url}/' + chr(10) if console else ''}"
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}{browser}"
     )
 
 

@@ -12,8 +12,9 @@ const LEAST_SPAN_MS = 0.5;
 const GUTTER_PX = 132;
 const NARROW_PX = 560;
 const LEAST_LANES = 5;
-const [LOWEST_PX, HIGHEST_PX] = [22, 96];
-const LEAST_HEIGHT_PX = 1.5; // of a phase in its column, so that it can be seen at all
+const [LOWEST_PX, HIGHEST_PX] = [22, 120];
+const LEAST_PX = 1; // of a phase in its column, so that it can be seen at all
+const MOST_COLUMNS = 2000;
 
 const PHASES = ["decode", "prefill", "drain", "plan", "launch", "report", "wait", "commit", "send", "encode", "pass on", "detokenize", "send deltas", "read", "write"];
 const VARIABLE = { "pass on": "send", "send deltas": "send" };
@@ -102,10 +103,47 @@ class Lane {
   }
 }
 
+/** One lane as pixels: a column for each piece of time, whose phases stand on each other. */
+class Picture {
+  constructor() {
+    this.canvas = document.createElement("canvas");
+    this.context = this.canvas.getContext("2d");
+  }
+
+  resize(width, height) {
+    this.canvas.width = width;
+    this.canvas.height = height;
+    this.image = this.context.createImageData(width, height);
+    this.pixels = new Uint32Array(this.image.data.buffer);
+    this.ground = new Float32Array(width);
+  }
+
+  draw(shares, colours) {
+    const { width, height } = this.canvas;
+    const { pixels, ground } = this;
+    pixels.fill(0);
+    ground.fill(0);
+    // waiting is put on top, so that what is work stands on the ground
+    for (const phase of [...shares.keys()].sort((a, b) => (a === WAIT) - (b === WAIT) || a - b)) {
+      const share = shares.get(phase);
+      const colour = colours[phase];
+      for (let x = 0; x < width; x++) {
+        if (!share[x]) continue;
+        const low = ground[x];
+        const high = (ground[x] = Math.min(height, low + Math.max(LEAST_PX, share[x] * height)));
+        const [top, bottom] = [height - Math.round(high), height - Math.round(low)];
+        for (let at = top * width + x; at < bottom * width; at += width) pixels[at] = colour;
+      }
+    }
+    this.context.putImageData(this.image, 0, 0);
+  }
+}
+
 export class Lanes {
   constructor() {
     this.canvas = byId("lanes");
     this.context = this.canvas.getContext("2d");
+    this.picture = new Picture();
     this.lanes = [];
     this.names = "";
     this.launched = new Map(); // step -> [rows, prefill tokens]
@@ -349,7 +387,11 @@ export class Lanes {
   readColours() {
     const style = getComputedStyle(document.documentElement);
     const read = (name) => style.getPropertyValue(name).trim();
-    this.phaseColours = PHASES.map((phase) => read(variable(phase)));
+    // as a pixel lies in memory: red first, which is the lowest byte of a number
+    this.phaseColours = PHASES.map((phase) => {
+      const [red, green, blue] = read(variable(phase)).match(/[0-9a-f]{2}/g).map((hex) => parseInt(hex, 16));
+      return (0xff000000 | (blue << 16) | (green << 8) | red) >>> 0;
+    });
     this.colours = Object.fromEntries(["ink", "soft", "line", "lane", "accent"].map((name) => [name, read(`--${name}`)]));
     this.sans = read("--sans");
   }
@@ -371,6 +413,7 @@ export class Lanes {
     if (width <= 0) return;
     this.em = parseFloat(getComputedStyle(document.documentElement).fontSize);
     const scale = this.em / 16;
+    const ratio = devicePixelRatio;
     const narrow = width < NARROW_PX;
     const count = Math.max(LEAST_LANES, this.lanes.length);
     const [top, bottom, between] = [narrow ? 20 : 6, 20, narrow ? 24 : 14].map((px) => px * scale);
@@ -378,9 +421,9 @@ export class Lanes {
     const height = Math.floor(Math.min(HIGHEST_PX * scale, Math.max(LOWEST_PX * scale, room)));
     const row = height + between;
     const left = narrow ? 0 : GUTTER_PX * scale;
-    this.plot = { left, width: width - left, row, height, narrow, top, parts: narrow ? 2 : 5 };
+    this.plot = { left, width: width - left, row, height, narrow, top, parts: narrow ? 2 : 5, columns: Math.min(MOST_COLUMNS, Math.floor((width - left) * ratio)) };
+    this.picture.resize(this.plot.columns + 1, height);
     this.size = [width, Math.floor(top + count * row + bottom)];
-    const ratio = devicePixelRatio;
     this.canvas.width = Math.round(this.size[0] * ratio);
     this.canvas.height = Math.round(this.size[1] * ratio);
     this.canvas.style.height = `${this.size[1]}px`;
@@ -446,43 +489,46 @@ export class Lanes {
   /** Returns the share of the time in which it did anything but wait; null where nothing is known. */
   drawLane(slices, end, y) {
     const { context, plot, span } = this;
-    const columns = Math.max(1, Math.ceil(plot.width));
-    const perMs = columns / span;
-    const begin = end - span;
+    const pixel = plot.width / plot.columns;
+    const column = span / plot.columns; // in ms
+    // columns have their place in time, not on the screen, so that they move and do not flicker
+    const begin = Math.floor((end - span) / column) * column;
+    const { shares, busy } = this.shareOut(slices, begin, column);
+    if (!shares.size) return null;
+    this.picture.draw(shares, this.phaseColours);
+    context.save();
+    context.beginPath();
+    context.rect(plot.left, y, plot.width, plot.height);
+    context.clip();
+    context.imageSmoothingEnabled = false;
+    const x = plot.left - ((end - span - begin) / column) * pixel;
+    context.drawImage(this.picture.canvas, x, y, (plot.columns + 1) * pixel, plot.height);
+    context.restore();
+    return Math.min(1, busy / plot.columns);
+  }
+
+  /** By phase, what it has of each column that begins at `begin` or later; and of how many columns all but waiting. */
+  shareOut(slices, begin, column) {
+    const count = this.plot.columns + 1;
     const shares = new Map();
     let busy = 0;
-    let any = false;
-    for (let at = slices.after(begin); at < slices.length && slices.begin[at] < end; at++) {
-      any = true;
-      const from = Math.max(0, (slices.begin[at] - begin) * perMs);
-      const to = Math.min(columns, (slices.end[at] - begin) * perMs);
+    for (let at = slices.after(begin); at < slices.length; at++) {
+      const from = Math.max(0, (slices.begin[at] - begin) / column);
+      if (from >= count) break;
+      const to = Math.min(count, (slices.end[at] - begin) / column);
       const phase = slices.phase[at];
       if (phase !== WAIT) busy += to - from;
       let share = shares.get(phase);
-      if (!share) shares.set(phase, (share = new Float32Array(columns + 1)));
-      const last = Math.floor(to);
-      for (let column = Math.floor(from); column <= last; column++) share[column] += Math.min(to, column + 1) - Math.max(from, column);
-    }
-    const scale = plot.width / columns;
-    const least = LEAST_HEIGHT_PX / plot.height;
-    const base = new Float32Array(columns);
-    // waiting is put on top, so that what is work stands on the ground
-    for (const phase of [...shares.keys()].sort((a, b) => (a === WAIT) - (b === WAIT) || a - b)) {
-      const share = shares.get(phase);
-      context.beginPath();
-      for (let column = 0; column < columns; ) {
-        const low = base[column];
-        const high = share[column] && Math.max(share[column], least);
-        const given = share[column];
-        let next = column + 1;
-        while (next < columns && share[next] === given && base[next] === low) next++;
-        if (high > 0) context.rect(plot.left + column * scale, y + plot.height * (1 - Math.min(1, low + high)), (next - column) * scale, plot.height * Math.min(high, 1 - low));
-        for (; column < next; column++) base[column] = Math.min(1, low + high);
+      if (!share) shares.set(phase, (share = new Float32Array(count + 1)));
+      const [first, last] = [from | 0, to | 0];
+      if (first === last) share[first] += to - from;
+      else {
+        share[first] += first + 1 - from;
+        for (let full = first + 1; full < last; full++) share[full] = 1;
+        share[last] += to - last;
       }
-      context.fillStyle = this.phaseColours[phase];
-      context.fill();
     }
-    return any ? Math.min(1, busy / columns) : null;
+    return { shares, busy };
   }
 
   drawTip(lanes) {

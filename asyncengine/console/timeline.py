@@ -39,8 +39,8 @@ _TURN_TIMES = ("begin", "middle", "end")
 
 
 class LaneJson(msgspec.Struct, frozen=True):
-    """One process's records after the cursor, as columns: fields of `StepRecord` or `TurnRecord`, whose times here are ns
-    after `origin_ms`, and null where there is none. device_begin is by the host's clock, device_ns how long it took.
+    """One process's records after the cursor, as columns: fields of `StepRecord` or `TurnRecord`, whose times here are
+    ns after `origin_ms`, and null where there is none. device_begin is by the host's clock, device_ns how long it took.
 
     next: of the last one, for the next cursor. lost: records that were asked for and are not here. more: there are
     newer ones.
