@@ -30,8 +30,8 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 MAX_ANSWERS_A_SECOND = 32
-"""Of the timeline, in this process, whoever asks: what all viewers together can cost it is a few percent. A page that
-is told to wait asks less often, so that many share what there is."""
+"""Of the timeline, by this process, whoever asks. A page asks four times a second, which takes half a percent of the
+process; one that is told to wait asks less often, so that many share what there is."""
 
 
 class TimelineJson(msgspec.Struct, frozen=True):

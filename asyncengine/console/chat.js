@@ -172,6 +172,7 @@ export class Chat {
     this.prompt = byId("prompt");
     this.settings = new Settings();
     this.follows = true;
+    this.top = 0; // where the conversation is scrolled to
     this.listen();
   }
 
@@ -193,12 +194,11 @@ export class Chat {
     byId("clear").addEventListener("click", () => this.clear());
     byId("latest").addEventListener("click", () => this.toEnd());
     // Whoever scrolls up stays there, whatever comes meanwhile, until he is at the end again.
-    let top = 0;
     this.scroller.addEventListener("scroll", () => {
       const { scrollTop, scrollHeight, clientHeight } = this.scroller;
       if (scrollHeight - scrollTop - clientHeight < AT_THE_END_PX) this.toEnd();
-      else if (scrollTop < top) this.follows = false;
-      top = scrollTop;
+      else if (scrollTop < this.top) this.follows = false;
+      this.top = scrollTop;
     }, { passive: true });
     const sizes = new ResizeObserver(() => this.grown());
     sizes.observe(this.log);
@@ -314,8 +314,10 @@ export class Chat {
   }
 
   grown() {
-    if (this.follows) this.scroller.scrollTop = this.scroller.scrollHeight;
-    else byId("latest").hidden = false;
+    if (this.follows) {
+      this.scroller.scrollTop = this.scroller.scrollHeight;
+      this.top = this.scroller.scrollTop;
+    } else byId("latest").hidden = false;
   }
 
   toEnd() {

@@ -5,7 +5,8 @@
 
 const KEPT_MS = 7000;
 const MAX_SLICES = 1 << 17;
-const BEHIND_MS = 450; // what is drawn is so old, so that it has arrived
+const BEHIND_MS = 450; // what is drawn is so old, and as long as a step takes, so that it has arrived
+const MOST_BEHIND_MS = 1500;
 const MIN_FRAME_MS = 33;
 const SPANS = [[5000, "5 s"], [1000, "1 s"], [200, "200 ms"], [50, "50 ms"]];
 const LEAST_SPAN_MS = 0.5;
@@ -149,6 +150,8 @@ export class Lanes {
     this.launched = new Map(); // step -> [rows, prefill tokens]
     this.span = SPANS[0][0];
     this.clock = -Infinity; // the engine's less this page's
+    this.longest = 0; // of the recent steps
+    this.behind = BEHIND_MS;
     this.frozen = null; // the lanes as they were, and the time at the right edge
     this.pointer = null; // [x, y]
     this.picked = null; // [lane, slice], by keyboard
@@ -164,6 +167,7 @@ export class Lanes {
     const frame = (time) => {
       if (time - this.lastFrame >= (this.still.matches ? 250 : MIN_FRAME_MS)) {
         this.lastFrame = time;
+        this.behind += 0.1 * (Math.min(MOST_BEHIND_MS, BEHIND_MS + this.longest) - this.behind);
         this.draw();
       }
       requestAnimationFrame(frame);
@@ -217,6 +221,7 @@ export class Lanes {
         const begin = ms(columns.device_begin[row]);
         this.device.slices.push(begin, begin + columns.device_ns[row] / 1e6, PHASES.indexOf(prefill ? "prefill" : "decode"), collected, rows);
         this.launched.delete(collected);
+        this.longest = Math.max(columns.device_ns[row] / 1e6, 0.98 * this.longest);
       }
     }
     if (this.launched.size > 64) this.launched.clear();
@@ -373,7 +378,7 @@ export class Lanes {
   // ------------------------------------------------------------------------------------------------ the picture
 
   get now() {
-    return this.clock + performance.now() - BEHIND_MS;
+    return this.clock + performance.now() - this.behind;
   }
 
   get view() {

@@ -134,6 +134,9 @@ class RingWriter(Generic[Record]):
 class RingReader(Generic[Record]):
     """Reads a ring that may be written to meanwhile, or whose writer may be gone."""
 
+    _capacity: int
+    _words: int
+
     def __init__(self, path: Path, kind: type[Record]) -> None:
         """Raises `RingError`, and OSError where there is no such file (any more)."""
         self._kind: type[Record] = kind
@@ -162,8 +165,9 @@ class RingReader(Generic[Record]):
     def ended_before(self, time_ns: int) -> int:
         """The number of the last record that ended before that time, of those still there; else of the one before."""
         written = self.written
-        there = range(max(0, written - self._capacity) + 1, written + 1)
-        return there.start - 1 + bisect_left(there, time_ns, key=lambda n: self._cells[self._cell(n) + self._end])
+        gone = max(0, written - self._capacity)
+        there = range(gone + 1, written + 1)
+        return gone + bisect_left(there, time_ns, key=lambda number: self._cells[self._cell(number) + self._end])
 
     def snapshot(self, after: int = 0, limit: int = CAPACITY) -> list[Record]:
         """The records with numbers above `after` that are still there, oldest first, at most `limit` of them, without
