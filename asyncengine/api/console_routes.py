@@ -14,14 +14,24 @@ from asyncengine.api.errors import error_response
 from asyncengine.console.timeline import LaneJson, LiveLanes, parse_cursor
 from asyncengine.errors import OverloadedError
 
+MODULES = (
+    "console",
+    "chat",
+    "answer",
+    "settings",
+    "stream",
+    "elements",
+    "figures",
+    "lanes",
+    "painter",
+    "slices",
+    "phases",
+)
 FILES = {
     "/": ("index.html", "text/html"),
     "/console/console.css": ("console.css", "text/css"),
-    "/console/console.js": ("console.js", "text/javascript"),
-    "/console/chat.js": ("chat.js", "text/javascript"),
-    "/console/lanes.js": ("lanes.js", "text/javascript"),
-    "/console/figures.js": ("figures.js", "text/javascript"),
     "/console/icon.svg": ("icon.svg", "image/svg+xml"),
+    **{f"/console/{name}.js": (f"{name}.js", "text/javascript") for name in MODULES},
 }
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
