@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack
@@ -152,9 +153,7 @@ async def test_a_conversation_streams_turn_by_turn_with_its_figures(page: Page, 
     await answered(page)
     assert await text_of(page, ".assistant .text") == ANSWER
     stats = await text_of(page, ".stats")
-    assert stats.startswith("TTFT ")
-    assert " ms · 5 tokens" in stats
-    assert "finish stop" in stats
+    assert re.match(r"TTFT [\d.]+ m?s · 5 tokens · [\d.]+ tokens/s · finish stop", stats)
     params = backend.calls[-1][1]
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 7, 0.1)
     assert (params.max_tokens, params.seed) == (99, 3)
@@ -290,7 +289,7 @@ async def test_lanes_show_what_the_processes_just_did(
         times = [time.monotonic_ns() + 200_000_000 * (k - 7) for k in range(8)]
         loop.write((step, 8, 8, 3, 8, 0, *times[:3], 0, *times[4:8], step, times[2], times[6], 1, 0))
         api.write((times[1], times[2], times[6], 1, 8, 1, 0))
-        await asyncio.sleep(1)
+        await asyncio.sleep(2)  # what is drawn is as old as a step takes, and a little more
         await page.js("pause.click()")
         device = await tips(0)
         if not device:
