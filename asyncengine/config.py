@@ -117,7 +117,7 @@ class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     model_path: the model folder or .gguf file on this machine, already resolved. run_dir: the 0700 directory that
     holds the engine's ipc sockets. index: which of the role's workers this is. listen_fds: of an API worker, the
-    inherited sockets on which it serves. api_workers: how many such workers there are.
+    inherited sockets on which it serves. api_workers: how many such workers there are. console: whether they serve it.
     """
 
     engine: EngineConfig
@@ -127,6 +127,7 @@ class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
     listen_fds: tuple[int, ...] = ()
     api_workers: int = 0
+    console: bool = True
 
 
 class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True):

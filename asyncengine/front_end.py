@@ -88,6 +88,11 @@ class FrontEnd:
         self._retry: asyncio.TimerHandle | None = None
         self._next_rid = worker << API_WORKER_SHIFT
 
+    @property
+    def run_dir(self) -> Path | None:
+        """Where the engine's processes keep accounts of themselves; None unless it runs."""
+        return self._run_dir
+
     async def generate(
         self,
         prompt: str | Sequence[int] | ChatPrompt,

@@ -72,7 +72,7 @@ class Supervisor:
 
     `modules` names the module run for a role where it is not the role's own package. `on_failure` is called once, with
     a sentence, when a process is lost after start-up. `api_workers` processes serve HTTP on the listening sockets
-    `listen_fds`; none where this process does that itself.
+    `listen_fds`, the console too if asked for; none where this process does that itself.
     """
 
     def __init__(
@@ -84,10 +84,12 @@ class Supervisor:
         modules: Mapping[Role, str] | None = None,
         api_workers: int = 0,
         listen_fds: tuple[int, ...] = (),
+        console: bool = True,
     ) -> None:
         self._config = config
         self._api_workers = api_workers
         self._listen_fds = listen_fds
+        self._console = console
         self._on_failure = on_failure
         self._progress = progress
         self._modules: dict[Role, str] = {"api_worker": "asyncengine.api.worker", **(modules or {})}
@@ -230,6 +232,7 @@ class Supervisor:
             run_dir=str(self._run_dir.path),
             listen_fds=self._listen_fds if child.role == "api_worker" else (),
             api_workers=self._api_workers,
+            console=self._console,
         )
 
     async def _watch(self, child: Child) -> None:

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from asyncengine.api.backend import Backend
 from asyncengine.api.connections import Runner
+from asyncengine.api.console_routes import ConsoleRoutes
 from asyncengine.api.endpoints import serve
 from asyncengine.api.errors import errors_as_json
 from asyncengine.api.openapi import openapi_endpoint
@@ -35,8 +36,9 @@ SHUTDOWN_SECONDS = 2.0
 """How long `cleanup` waits for handlers, which end at once when the engine has been closed before."""
 
 
-def make_app(backend: Backend, tracing: Tracing | None = None) -> web.Application:
-    """The application; see `run_app` for how it must be run. It closes `tracing`."""
+def make_app(backend: Backend, tracing: Tracing | None = None, *, console: bool = True) -> web.Application:
+    """The application; see `run_app` for how it must be run. It closes `tracing`. console: whether / is a page for
+    people."""
     max_body = max(MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN * backend.info.max_model_len)
     middlewares = [errors_as_json] if tracing is None else [tracing.middleware, errors_as_json]
     app = web.Application(middlewares=middlewares, client_max_size=max_body)
@@ -48,15 +50,19 @@ def make_app(backend: Backend, tracing: Tracing | None = None) -> web.Applicatio
         for endpoint in routes.endpoints()
     ]
     serve([*endpoints, openapi_endpoint(endpoints)], app)
+    if console:
+        ConsoleRoutes(backend).add_to(app)
     return app
 
 
-async def run_app(backend: Backend, host: str, port: int, *, tracing: Tracing | None = None) -> web.AppRunner:
+async def run_app(
+    backend: Backend, host: str, port: int, *, tracing: Tracing | None = None, console: bool = True
+) -> web.AppRunner:
     """Serve `backend` until the runner's `cleanup` is awaited. Port 0 takes a free one; `bound_port` tells which.
 
     Raises `StartupError` when the address cannot be had.
     """
-    return await run_app_on(backend, bind(host, port), tracing=tracing)
+    return await run_app_on(backend, bind(host, port), tracing=tracing, console=console)
 
 
 async def run_app_on(
@@ -65,12 +71,13 @@ async def run_app_on(
     *,
     acceptors: int = ACCEPTORS,
     tracing: Tracing | None = None,
+    console: bool = True,
 ) -> web.AppRunner:
     """Serve `backend` on bound sockets, which the runner then owns.
 
     Raises `StartupError` when they cannot listen.
     """
-    runner = Runner(make_app(backend, tracing), shutdown_timeout=SHUTDOWN_SECONDS)
+    runner = Runner(make_app(backend, tracing, console=console), shutdown_timeout=SHUTDOWN_SECONDS)
     await runner.setup()
     try:
         for listener in sockets:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from asyncengine.engine_info import EngineInfo, Health
@@ -33,6 +34,9 @@ class Backend(Protocol):
 
     @property
     def health(self) -> Health: ...
+
+    @property
+    def run_dir(self) -> Path | None: ...
 
     def gauges(self) -> dict[str, int]: ...
 

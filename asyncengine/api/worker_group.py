@@ -40,6 +40,7 @@ class WorkerGroup:
         sockets: Sequence[socket.socket],
         *,
         workers: int,
+        console: bool = True,
         progress: StartupProgress | None = None,
         modules: Mapping[Role, str] | None = None,
     ) -> None:
@@ -52,6 +53,7 @@ class WorkerGroup:
             modules=modules,
             api_workers=workers,
             listen_fds=tuple(listener.fileno() for listener in sockets),
+            console=console,
         )
         self._health = Health(state="starting", detail="the engine is starting")
         self._senders: list[Sender] = []

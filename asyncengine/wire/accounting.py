@@ -21,6 +21,7 @@ import mmap
 import os
 import struct
 import sys
+from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
@@ -133,6 +134,9 @@ class RingWriter(Generic[Record]):
 class RingReader(Generic[Record]):
     """Reads a ring that may be written to meanwhile, or whose writer may be gone."""
 
+    _capacity: int
+    _words: int
+
     def __init__(self, path: Path, kind: type[Record]) -> None:
         """Raises `RingError`, and OSError where there is no such file (any more)."""
         self._kind: type[Record] = kind
@@ -151,23 +155,35 @@ class RingReader(Generic[Record]):
             raise RingError(f"{path} has {size} bytes, which is not what its header says")
         self._cells = memoryview(self._memory).cast("q")
         self._words = words
+        self._end = kind._fields.index("end")
 
     @property
     def written(self) -> int:
         """Records written since the process began."""
         return self._cells[_WRITTEN]
 
-    def snapshot(self, after: int = 0) -> list[Record]:
-        """The records with numbers above `after` that are still there, oldest first, without those being overwritten
-        now. A gap in the numbers is of records that were lost."""
+    def ended_before(self, time_ns: int) -> int:
+        """The number of the last record that ended before that time, of those still there; else of the one before."""
         written = self.written
+        gone = max(0, written - self._capacity)
+        there = range(gone + 1, written + 1)
+        return gone + bisect_left(there, time_ns, key=lambda number: self._cells[self._cell(number) + self._end])
+
+    def snapshot(self, after: int = 0, limit: int = CAPACITY) -> list[Record]:
+        """The records with numbers above `after` that are still there, oldest first, at most `limit` of them, without
+        those being overwritten now. A gap in the numbers is of records that were lost."""
+        written = self.written
+        first = max(after, written - self._capacity) + 1
         records = []
-        for number in range(max(after, written - self._capacity) + 1, written + 1):
-            cell = _HEADER_WORDS + (number - 1) % self._capacity * self._words
+        for number in range(first, min(written, first + limit - 1) + 1):
+            cell = self._cell(number)
             fields = self._cells[cell : cell + self._words].tolist()
             if fields[0] == number == self._cells[cell]:
                 records.append(self._kind._make(fields))
         return records
+
+    def _cell(self, number: int) -> int:
+        return _HEADER_WORDS + (number - 1) % self._capacity * self._words
 
     def close(self) -> None:
         self._cells.release()

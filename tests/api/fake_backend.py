@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from pathlib import Path
 
 from asyncengine.engine_info import EngineInfo, Health
 from asyncengine.errors import EngineError, InvalidRequestError
@@ -50,6 +51,7 @@ class FakeBackend:
             has_chat_template=True,
             tool_call_format="hermes",
         )
+        self.run_dir: Path | None = None
         self.numbered = True
         self.health = Health(state="ready")
         self.pieces: Sequence[str] = PIECES

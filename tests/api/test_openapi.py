@@ -40,7 +40,7 @@ def references(value: Any) -> Iterator[str]:
 async def test_every_route_is_in_the_document(document: Any, backend: FakeBackend) -> None:
     routes = {
         (route.method, route.resource.canonical)
-        for route in make_app(backend).router.routes()
+        for route in make_app(backend, console=False).router.routes()
         if route.resource is not None and route.method != "HEAD"
     }
     described = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}

@@ -108,7 +108,8 @@ def all_connections() -> aiohttp.ClientSession:
 
 
 async def test_streams_through_two_workers_are_byte_exact_and_a_signal_leaves_nothing(short_path: Path) -> None:
-    with running(short_path, "serve", "--port", "0", "--api-workers", "2", step_ms=5) as command:
+    options = ["--api-workers", "2", "--no-console"]
+    with running(short_path, "serve", "--port", "0", *options, step_ms=5) as command:
         url, children = serve(command)
         workers = workers_of(children)
         assert len(workers) == 2
@@ -128,6 +129,8 @@ async def test_streams_through_two_workers_are_byte_exact_and_a_signal_leaves_no
             assert await asyncio.gather(*(ask(session, text) for text in texts)) == texts
             async with session.get(f"{url}/health") as response:
                 assert (response.status, await response.json()) == (200, {"status": "ok"})
+            async with session.get(f"{url}/") as response:
+                assert response.status == 404
             command.process.terminate()
             for response in held:
                 assert (await last_event(response))["error"]["code"] == "engine_dead"

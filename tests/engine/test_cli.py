@@ -39,6 +39,8 @@ def test_a_server_answers_until_a_signal_and_leaves_nothing(short_path: Path, nu
         children = command.children()
         assert len(children) == 3
         assert ask(url) == "one two three"
+        with urllib.request.urlopen(f"{url}/", timeout=60) as response:
+            assert b"<title>asyncengine</title>" in response.read()
         command.process.send_signal(number)
         code, _, err = command.finish()
     assert code == 0
@@ -226,6 +228,8 @@ def test_the_ready_line_holds_a_command_that_a_shell_can_run() -> None:
         check=True,
     )
     assert json.loads(echoed.stdout.splitlines()[-1])["model"] == "it's/a model"
+    assert text.endswith("\n  # or in a browser: http://[::1]:8000/")
+    assert ready_text("it's/a model", "::1", 8000, console=False) == text.rsplit("\n", 1)[0]
 
 
 def test_help_needs_no_heavy_import(capsys: pytest.CaptureFixture[str]) -> None:

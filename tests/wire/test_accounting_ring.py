@@ -63,6 +63,20 @@ def test_when_full_the_oldest_records_make_room(writer: RingWriter[TurnRecord], 
     assert reader(tmp_path).snapshot(after=5) == newest, "what was lost in between shows in the numbers"
 
 
+def test_records_are_found_by_number_by_time_and_so_many_at_once(
+    writer: RingWriter[TurnRecord], tmp_path: Path
+) -> None:
+    ring = reader(tmp_path)
+    assert ring.ended_before(1) == 0
+    for number in range(1, CAPACITY + 101):  # ends at number + 2
+        writer.write(record(number)[1:])
+    assert ring.snapshot(after=2000, limit=2) == [record(2001), record(2002)]
+    assert ring.snapshot(limit=1) == [record(101)]
+    assert ring.snapshot(after=CAPACITY + 99, limit=5) == [record(CAPACITY + 100)]
+    assert (ring.ended_before(2002), ring.ended_before(2003)) == (1999, 2000)
+    assert (ring.ended_before(0), ring.ended_before(2**62)) == (100, CAPACITY + 100)
+
+
 def test_a_record_that_is_being_written_is_left_out(writer: RingWriter[TurnRecord], tmp_path: Path) -> None:
     for number in range(1, CAPACITY + 3):
         writer.write(record(number)[1:])
