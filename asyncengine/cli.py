@@ -15,6 +15,7 @@ import sys
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, get_args
 
+from asyncengine.bench.command import add_bench_options
 from asyncengine.config import (
     Device,
     DType,
@@ -82,6 +83,8 @@ def build_parser() -> argparse.ArgumentParser:
     chat.add_argument("--temperature", type=float, default=0.7, help="0 = greedy (default: %(default)s)")
     chat.add_argument("--max-tokens", type=int, help="longest answer in tokens (default: what the context holds)")
     add_engine_options(chat)
+
+    add_bench_options(commands.add_parser("bench", help="load a running server and measure what its clients see"))
     return parser
 
 

@@ -8,28 +8,35 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import bench_serving
 import gpu_summary
 import msgspec
 import profile_gaps
 import pytest
 from bench_step import Engine
 from gpu_gaps import Gap, Interval, analyse, merged, overlaps, step_gaps
-from load_worker import Exchange, Job, Record, judge, split
-from load_workload import make_jobs, read_trace
 from make_toy_tokenizer import toy_tokenizer
+from support.python_path import PYTHON_PATH
 from torch.autograd import DeviceType
 
+from asyncengine.bench.exchange import Exchange, judge
+from asyncengine.bench.load import load, split
+from asyncengine.bench.records import Job, Record
+from asyncengine.bench.report import print_summary, summarize
+from asyncengine.bench.workload import make_jobs, read_trace
+from asyncengine.cli import build_parser, main
 from asyncengine.config import EngineConfig
 from detokenizer_proc.vocabulary import Vocabulary
 
 GPU_CHECK = Path(__file__).parents[1] / "scripts" / "gpu_check.sh"
+ENVIRON = os.environ | {"PYTHONPATH": PYTHON_PATH}
 
 # ----------------------------------------------------------------------------------------------------- what is sent
 
@@ -156,7 +163,7 @@ def test_tpot_counts_tokens_and_not_events_and_goodput_needs_both_limits() -> No
         record(1.5, [1.6], 1, due=1.5),  # TTFT 100, no TPOT
         record(0.5, [], 0, status="HTTP 503", due=0.5),
     ]
-    summary = bench_serving.summarize(records, (200.0, 60.0))
+    summary = summarize(records, (200.0, 60.0))
     assert (summary["requests"], summary["ok"], summary["failures"]) == (4, 3, {"HTTP 503": 1})
     assert (summary["seconds"], summary["output_tokens_per_s"], summary["requests_per_s"]) == (2.0, 9.0, 1.5)
     assert summary["tpot_ms"]["mean"] == pytest.approx(75)
@@ -196,24 +203,82 @@ async def test_a_server_is_loaded_by_several_processes(
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    args = bench_serving.parse_args(
-        ["--url", f"http://127.0.0.1:{port}/base/", "--model", "m", "--processes", "2", "--quiet", *way]
+    args = build_parser().parse_args(
+        ["bench", "--url", f"http://127.0.0.1:{port}/base/", "--model", "m", "--processes", "2", "--quiet", *way]
     )
     args.vocab = (100, 103)
     jobs = [Job(index, index / 400, 10 + index, 3 if index == 4 else 8) for index in range(10)]
     async with server:
-        records, cpu_share = await bench_serving.load(args, jobs)
-    summary = bench_serving.summarize(records)
+        records, cpu_share = await load(args, jobs)
+    summary = summarize(records)
     assert (summary["ok"], summary["failures"], summary["output_tokens"]) == (9, {"HTTP 503": 1}, 72)
     assert sorted(map(len, prompts)) == [10 + index for index in range(10)]
     assert {token for prompt in prompts for token in prompt} == {100, 101, 102}
     assert ("late_ms" in summary) == (way[0] == "--rate")
     assert way[0] == "--rate" or most_at_once <= 3
     assert cpu_share > 0
-    bench_serving.print_summary(summary)
+    print_summary(summary)
     output = capsys.readouterr().out
     assert "9 of 10 requests ok" in output
     assert "failed:      1 x HTTP 503, such as: {}" in output
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "sentence"),
+    [
+        (["--url", "https://a"], 2, "argument --url: invalid http_url value: 'https://a'"),
+        (["--concurrency", "0"], 2, "argument --concurrency: invalid positive value: '0'"),
+        (["--lengths", "5"], 2, "argument --lengths: invalid lengths value: '5'"),
+        (["--vocab", "9:9"], 2, "argument --vocab: invalid vocabulary value: '9:9'"),
+        (["--rate", "1", "--trace", "t"], 2, "argument --trace: not allowed with argument --rate"),
+        (["--trace", "/nowhere.csv"], 1, "asyncengine: /nowhere.csv cannot be read as a trace: FileNotFoundError"),
+        (["--url", "http://127.0.0.1:9"], 1, "asyncengine: http://127.0.0.1:9 does not tell its models: "),
+    ],
+)
+def test_a_load_that_cannot_be_is_told_in_one_line(
+    args: list[str], code: int, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        sys.exit(main(["bench", *args]))
+    assert exit.value.code == code
+    assert sentence in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_script_is_the_command_and_writes_the_numbers(tmp_path: Path) -> None:
+    """Against a server that gives two tokens and its usage."""
+    script = GPU_CHECK.with_name("bench_serving.py")
+    numbers = tmp_path / "out.json"
+    answer = sse(text_event("a"), {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2}}, "[DONE]")
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._send("application/json", b'{"data": [{"id": "the-model"}]}')
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self._send("text/event-stream", answer)
+
+        def _send(self, kind: str, body: bytes) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Nothing: it would go to stderr."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        args = ["--url", url, "--requests", "3", "--lengths", "5:2", "--processes", "1", "--json", str(numbers)]
+        result = subprocess.run([sys.executable, script, *args], env=ENVIRON, capture_output=True, text=True)
+        server.shutdown()
+    assert result.returncode == 0, result.stderr
+    assert "3 of 3 requests ok" in result.stdout
+    assert "3/3" in result.stderr, "the progress bar"
+    written = json.loads(numbers.read_text())
+    assert (written["model"], written["ok"], written["output_tokens"]) == ("the-model", 3, 6)
 
 
 # -------------------------------------------------------------------------------------------------------- idle gaps
@@ -389,7 +454,7 @@ def test_the_checks_summary_has_its_parts_and_headline_numbers(tmp_path: Path) -
 
 
 def test_the_sanitizers_steps_run_and_its_absence_is_told(tmp_path: Path) -> None:
-    script = Path(bench_serving.__file__).with_name("sanitize.sh")
+    script = GPU_CHECK.with_name("sanitize.sh")
 
     def run(*args: str, **environ: str) -> tuple[int, str]:
         environment = os.environ | {"PYTHON": sys.executable} | environ
