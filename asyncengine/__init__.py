@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from asyncengine.client import AsyncClient
     from asyncengine.config import EngineConfig
     from asyncengine.engine import AsyncEngine
     from asyncengine.engine_info import EngineInfo, Health
@@ -18,15 +19,23 @@ if TYPE_CHECKING:
         EngineError,
         InvalidRequestError,
         OverloadedError,
+        RequestTimeoutError,
         StartupError,
     )
+    from asyncengine.llm import LLM
     from asyncengine.logprobs import TokenLogprob, TopLogprob
+    from asyncengine.outputs import CompletionOutput, RequestOutput, RequestTimes, collect
+    from asyncengine.retries import RetryPolicy
     from asyncengine.sampling import SamplingParams, Structured
     from asyncengine.streams import ChatPrompt, Delta, ToolCallDelta
+    from asyncengine.time_limits import Timeouts
 
 __all__ = [
+    "LLM",
+    "AsyncClient",
     "AsyncEngine",
     "ChatPrompt",
+    "CompletionOutput",
     "Delta",
     "EngineConfig",
     "EngineDeadError",
@@ -35,26 +44,40 @@ __all__ = [
     "Health",
     "InvalidRequestError",
     "OverloadedError",
+    "RequestOutput",
+    "RequestTimeoutError",
+    "RequestTimes",
+    "RetryPolicy",
     "SamplingParams",
     "StartupError",
     "Structured",
+    "Timeouts",
     "TokenLogprob",
     "ToolCallDelta",
     "TopLogprob",
+    "collect",
 ]
 
 _HOME = {
+    "LLM": "llm",
+    "AsyncClient": "client",
     "AsyncEngine": "engine",
     "ChatPrompt": "streams",
+    "CompletionOutput": "outputs",
     "Delta": "streams",
     "EngineConfig": "config",
     "EngineInfo": "engine_info",
     "Health": "engine_info",
+    "RequestOutput": "outputs",
+    "RequestTimes": "outputs",
+    "RetryPolicy": "retries",
     "SamplingParams": "sampling",
     "Structured": "sampling",
     "TokenLogprob": "logprobs",
     "ToolCallDelta": "streams",
     "TopLogprob": "logprobs",
+    "Timeouts": "time_limits",
+    "collect": "outputs",
 }
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 from asyncengine.client import AsyncClient
 from asyncengine.engine import AsyncEngine
 from asyncengine.errors import EngineError, StartupError
+from asyncengine.retries import RetryPolicy
 from asyncengine.sampling import SamplingParams
 from asyncengine.streams import ChatPrompt, Delta
 
@@ -49,7 +50,7 @@ class ServerBackend:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._client = AsyncClient(url)
+        self._client = AsyncClient(url, retry=RetryPolicy(attempts=1))  # a person tries again
 
     async def open(self) -> str:
         await self._client.__aenter__()

@@ -14,8 +14,8 @@ from typing import Any
 from asyncengine.bench.records import Job
 
 LENGTHS = Path(__file__).with_name("sharegpt_lens.json")
-"""2000 pairs [prompt tokens, answer tokens] (mean 110 / 276): the lengths of ShareGPT conversations as used by the usual
-serving benchmarks, without their text; released with this project."""
+"""2000 pairs [prompt tokens, answer tokens] (mean 110 / 276): the lengths of ShareGPT conversations that the usual
+serving benchmarks take. Only lengths, no text; released with this project (Apache-2.0)."""
 
 
 def make_jobs(count: int, *, lengths: str, rate: float | None, seed: int) -> list[Job]:
