@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from asyncengine.client import AsyncClient
     from asyncengine.config import EngineConfig
     from asyncengine.engine import AsyncEngine
     from asyncengine.engine_info import EngineInfo, Health
@@ -25,14 +24,11 @@ if TYPE_CHECKING:
     from asyncengine.llm import LLM
     from asyncengine.logprobs import TokenLogprob, TopLogprob
     from asyncengine.outputs import CompletionOutput, RequestOutput, RequestTimes, collect
-    from asyncengine.retries import RetryPolicy
     from asyncengine.sampling import SamplingParams, Structured
     from asyncengine.streams import ChatPrompt, Delta, ToolCallDelta
-    from asyncengine.time_limits import Timeouts
 
 __all__ = [
     "LLM",
-    "AsyncClient",
     "AsyncEngine",
     "ChatPrompt",
     "CompletionOutput",
@@ -47,11 +43,9 @@ __all__ = [
     "RequestOutput",
     "RequestTimeoutError",
     "RequestTimes",
-    "RetryPolicy",
     "SamplingParams",
     "StartupError",
     "Structured",
-    "Timeouts",
     "TokenLogprob",
     "ToolCallDelta",
     "TopLogprob",
@@ -60,7 +54,6 @@ __all__ = [
 
 _HOME = {
     "LLM": "llm",
-    "AsyncClient": "client",
     "AsyncEngine": "engine",
     "ChatPrompt": "streams",
     "CompletionOutput": "outputs",
@@ -70,13 +63,11 @@ _HOME = {
     "Health": "engine_info",
     "RequestOutput": "outputs",
     "RequestTimes": "outputs",
-    "RetryPolicy": "retries",
     "SamplingParams": "sampling",
     "Structured": "sampling",
     "TokenLogprob": "logprobs",
     "ToolCallDelta": "streams",
     "TopLogprob": "logprobs",
-    "Timeouts": "time_limits",
     "collect": "outputs",
 }
 

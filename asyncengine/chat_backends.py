@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from asyncengine.client import AsyncClient
+from asyncengine.client import AsyncClient, RetryPolicy
 from asyncengine.engine import AsyncEngine
 from asyncengine.errors import EngineError, StartupError
-from asyncengine.retries import RetryPolicy
 from asyncengine.sampling import SamplingParams
 from asyncengine.streams import ChatPrompt, Delta
 

@@ -20,6 +20,8 @@ from asyncengine.sampling import SamplingParams
 from asyncengine.streams import ChatPrompt, Delta
 from asyncengine.time_limits import TimeLimits, Timeouts
 
+__all__ = ["AsyncClient", "RetryPolicy", "Timeouts"]
+
 NO_ROOM = (429, 503)
 REQUEST_ID_HEADER = "X-Request-Id"
 ID_PREFIXES = ("cmpl", "chatcmpl")

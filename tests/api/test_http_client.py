@@ -9,11 +9,10 @@ import pytest
 from api_server import Server, eventually
 from fake_backend import MODEL, FakeBackend
 
-from asyncengine.client import AsyncClient
+from asyncengine.client import AsyncClient, RetryPolicy
 from asyncengine.engine_info import Health
 from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError
 from asyncengine.outputs import collect
-from asyncengine.retries import RetryPolicy
 from asyncengine.sampling import SamplingParams, Structured
 from asyncengine.streams import ChatPrompt
 

@@ -15,10 +15,9 @@ import pytest
 from aiohttp import web
 from api_server import eventually
 
-from asyncengine.client import AsyncClient
+from asyncengine.client import AsyncClient, RetryPolicy, Timeouts
 from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError, RequestTimeoutError
-from asyncengine.retries import RetryPolicy, seconds_of
-from asyncengine.time_limits import Timeouts
+from asyncengine.retries import seconds_of
 
 Act = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MODELS = {"data": [{"id": "m"}]}
