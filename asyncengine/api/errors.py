@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from aiohttp import web
 
-from asyncengine.errors import EngineError, InvalidRequestError
+from asyncengine.errors import EngineError, InvalidRequestError, OverloadedError
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,9 @@ def error_json(error: EngineError) -> bytes:
 
 
 def error_response(error: EngineError) -> web.Response:
-    return web.Response(body=error_json(error), status=error.status, content_type="application/json")
+    # a client that honours it does not come back at once; prompts move on within a second where anything moves at all
+    headers = {"Retry-After": "1"} if isinstance(error, OverloadedError) else None
+    return web.Response(body=error_json(error), status=error.status, content_type="application/json", headers=headers)
 
 
 @web.middleware

@@ -122,6 +122,18 @@ async def test_deltas_are_collected_into_one_answer(client: AsyncClient) -> None
     assert answer.num_cached_tokens == deltas[-1].cached_tokens
 
 
+async def test_an_overloaded_server_says_when_to_come_back(server: Server, backend: FakeBackend) -> None:
+    backend.refusal, waits = OverloadedError("full"), []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        backend.refusal = None
+
+    async with AsyncClient(server.url, sleep=sleep, chance=lambda: 0.0) as client:
+        assert [delta async for delta in client.generate("a")]
+    assert waits == [1.0]
+
+
 async def test_a_death_in_mid_stream_raises_after_the_deltas(client: AsyncClient, backend: FakeBackend) -> None:
     backend.failure, backend.fail_after = EngineDeadError("gpu_runner died"), 2
     texts = []
