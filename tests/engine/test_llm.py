@@ -234,23 +234,32 @@ def test_an_interrupt_aborts_everything_and_the_engine_goes_on(llm: LLM) -> None
 
 PROGRAM = """
 from asyncengine import LLM, SamplingParams
+print("starting", flush=True)
 llm = LLM(modules={"gpu_runner": "support.scripted_runner"}, device="cpu")
-print(*llm._engine._supervisor.pids().values(), flush=True)
+print("started", flush=True)
 llm.generate([[7]] * 30, SamplingParams(max_tokens=1900, ignore_eos=True), use_tqdm=False)
 """
 
 
-def test_an_interrupted_program_leaves_no_process_and_no_file() -> None:
+def children_of(pid: int) -> list[int]:
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for children in lists for child in children.read_text().split()]
+
+
+@pytest.mark.parametrize("stage", ["starting", "started"])
+def test_an_interrupted_program_leaves_no_process_and_no_file(stage: str) -> None:
     with tempfile.TemporaryDirectory(prefix="l-") as folder:
         environ = os.environ | {"TMPDIR": folder, "ASYNCENGINE_SCRIPT": '{"step_ms": 50}'}
         with subprocess.Popen(
             [sys.executable, "-c", PROGRAM], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as program:
             assert program.stdout is not None
-            children = [int(pid) for pid in program.stdout.readline().split()]
+            while program.stdout.readline().strip() != stage:
+                pass
+            until(lambda: len(children_of(program.pid)) == 3)
+            children = children_of(program.pid)
             program.send_signal(signal.SIGINT)
             _, err = program.communicate(timeout=60)
-        assert len(children) == 3
         assert program.returncode == -signal.SIGINT
         assert err.splitlines()[-1] == "KeyboardInterrupt"
         assert all_gone(children)
