@@ -43,14 +43,15 @@ class LLM:
         Raises `StartupError`, and then leaves nothing behind.
         """
         self._config = EngineConfig(model=model, **engine_options)
-        loop = LoopThread("asyncengine-llm")
+        self._engine = AsyncEngine.start(self._config, progress=progress, modules=modules)
+        self._loop = LoopThread("asyncengine-llm")
+        # there before the engine starts: an interrupt may come at any moment
+        self._finalizer = weakref.finalize(self, _close, self._loop, self._engine)
         try:
-            self._engine = loop.run(_start(self._config, progress, modules))
+            self._loop.run(_start(self._engine))
         except BaseException:
-            loop.close()
+            self.close()
             raise
-        self._loop = loop
-        self._finalizer = weakref.finalize(self, _close, loop, self._engine)
 
     def __enter__(self) -> LLM:
         return self
@@ -143,10 +144,8 @@ class LLM:
         return self._loop.run(work)
 
 
-async def _start(
-    config: EngineConfig, progress: StartupProgress | None, modules: Mapping[Role, str] | None
-) -> AsyncEngine:
-    return await AsyncEngine.start(config, progress=progress, modules=modules)
+async def _start(engine: AsyncEngine) -> None:
+    await engine
 
 
 def _close(loop: LoopThread, engine: AsyncEngine) -> None:

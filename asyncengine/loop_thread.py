@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
@@ -47,16 +47,20 @@ class LoopThread:
             tasks.append(task)
             task.add_done_callback(partial(_tell, outcome))
 
-        with self._lock:
-            if not self._open:
+        def cancel() -> None:
+            if tasks:
+                tasks[0].cancel()
+            else:  # interrupted before it was begun
+                work.close()
+                outcome.cancel()
+
+        try:
+            if not self._call(begin):
                 work.close()
                 raise _closed()
-            self._loop.call_soon_threadsafe(begin)
-        try:
             return outcome.result()
         finally:
-            if not outcome.done():
-                self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            if not outcome.done() and self._call(cancel):
                 concurrent.futures.wait([outcome])
 
     def close(self) -> None:
@@ -66,6 +70,13 @@ class LoopThread:
                 self._open = False
                 self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+
+    def _call(self, function: Callable[[], None]) -> bool:
+        """Have the thread call it, after whatever it was asked before; False when it is closed."""
+        with self._lock:
+            if self._open:
+                self._loop.call_soon_threadsafe(function)
+            return self._open
 
     def _serve(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
