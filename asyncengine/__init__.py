@@ -18,15 +18,20 @@ if TYPE_CHECKING:
         EngineError,
         InvalidRequestError,
         OverloadedError,
+        RequestTimeoutError,
         StartupError,
     )
+    from asyncengine.llm import LLM
     from asyncengine.logprobs import TokenLogprob, TopLogprob
+    from asyncengine.outputs import CompletionOutput, RequestOutput, RequestTimes, collect
     from asyncengine.sampling import SamplingParams, Structured
     from asyncengine.streams import ChatPrompt, Delta, ToolCallDelta
 
 __all__ = [
+    "LLM",
     "AsyncEngine",
     "ChatPrompt",
+    "CompletionOutput",
     "Delta",
     "EngineConfig",
     "EngineDeadError",
@@ -35,26 +40,35 @@ __all__ = [
     "Health",
     "InvalidRequestError",
     "OverloadedError",
+    "RequestOutput",
+    "RequestTimeoutError",
+    "RequestTimes",
     "SamplingParams",
     "StartupError",
     "Structured",
     "TokenLogprob",
     "ToolCallDelta",
     "TopLogprob",
+    "collect",
 ]
 
 _HOME = {
+    "LLM": "llm",
     "AsyncEngine": "engine",
     "ChatPrompt": "streams",
+    "CompletionOutput": "outputs",
     "Delta": "streams",
     "EngineConfig": "config",
     "EngineInfo": "engine_info",
     "Health": "engine_info",
+    "RequestOutput": "outputs",
+    "RequestTimes": "outputs",
     "SamplingParams": "sampling",
     "Structured": "sampling",
     "TokenLogprob": "logprobs",
     "ToolCallDelta": "streams",
     "TopLogprob": "logprobs",
+    "collect": "outputs",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from asyncengine.client import AsyncClient
+from asyncengine.client import AsyncClient, RetryPolicy
 from asyncengine.engine import AsyncEngine
 from asyncengine.errors import EngineError, StartupError
 from asyncengine.sampling import SamplingParams
@@ -49,7 +49,7 @@ class ServerBackend:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._client = AsyncClient(url)
+        self._client = AsyncClient(url, retry=RetryPolicy(attempts=1))  # a person tries again
 
     async def open(self) -> str:
         await self._client.__aenter__()

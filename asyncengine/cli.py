@@ -15,6 +15,7 @@ import sys
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, get_args
 
+from asyncengine.bench.command import add_bench_options
 from asyncengine.config import (
     DEFAULT_STEP_TOKENS_CPU,
     DEFAULT_STEP_TOKENS_GPU,
@@ -111,6 +112,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--max-tokens", type=int, metavar="TOKENS", help="longest answer (default: what the context holds)"
     )
     add_engine_options(chat)
+
+    add_bench_options(commands.add_parser("bench", help="load a running server and measure what its clients see"))
     return parser
 
 

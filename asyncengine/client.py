@@ -2,117 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+from datetime import UTC, datetime
 from types import TracebackType
-from typing import Annotated, Any
+from urllib.parse import quote
 
 import aiohttp
-import msgspec
 
-from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError
-from asyncengine.logprobs import TokenLogprob, TopLogprob
-from asyncengine.sampling import SamplingParams, Structured
-from asyncengine.streams import ChatPrompt, Delta, ToolCallDelta
+from asyncengine.client_json import delta_of, error_of, events, health_of, models_of, request_body
+from asyncengine.engine_info import Health
+from asyncengine.errors import EngineDeadError, EngineError, RequestTimeoutError
+from asyncengine.retries import RetryPolicy, seconds_of
+from asyncengine.sampling import SamplingParams
+from asyncengine.streams import ChatPrompt, Delta
+from asyncengine.time_limits import TimeLimits, Timeouts
 
-CONNECT_SECONDS = 10.0
-_EVENT_END = b"\n\n"
-_DONE = b"[DONE]"
+__all__ = ["AsyncClient", "RetryPolicy", "Timeouts"]
 
-
-class _ErrorJson(msgspec.Struct):
-    message: str
-    type: str | None = None
-    code: str | None = None
-    param: str | None = None
-
-
-class _FunctionJson(msgspec.Struct):
-    name: str | None = None
-    arguments: str = ""
-
-
-class _CallJson(msgspec.Struct):
-    index: int
-    function: _FunctionJson
-    id: str | None = None
-
-
-class _ChatDeltaJson(msgspec.Struct):
-    content: str = ""
-    reasoning_content: str = ""
-    tool_calls: list[_CallJson] = []
-
-
-class _TopJson(msgspec.Struct):
-    token_id: int
-    bytes: list[int] | None
-    logprob: float
-
-
-class _EntryJson(_TopJson):
-    text_offset: int
-    top_logprobs: list[_TopJson]
-
-
-class _LogprobsJson(msgspec.Struct):
-    content: list[_EntryJson] = []
-
-
-class _ChoiceJson(msgspec.Struct):
-    index: int
-    text: str = ""
-    delta: _ChatDeltaJson | None = None
-    token_ids: list[int] = []
-    logprobs: _LogprobsJson | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-class _CachedJson(msgspec.Struct):
-    cached_tokens: int = 0
-
-
-class _UsageJson(msgspec.Struct):
-    prompt_tokens: int
-    completion_tokens: int
-    prompt_tokens_details: _CachedJson | None = None
-
-
-class _ChunkJson(msgspec.Struct):
-    choices: list[_ChoiceJson] = []
-    usage: _UsageJson | None = None
-    error: _ErrorJson | None = None
-
-
-class _ModelJson(msgspec.Struct):
-    id: str
-
-
-class _ModelsJson(msgspec.Struct):
-    data: Annotated[list[_ModelJson], msgspec.Meta(min_length=1)]
-
-
-_CHUNK = msgspec.json.Decoder(_ChunkJson)
-_MODELS = msgspec.json.Decoder(_ModelsJson)
+NO_ROOM = (429, 503)
+REQUEST_ID_HEADER = "X-Request-Id"
+ID_PREFIXES = ("cmpl", "chatcmpl")
+"""The server puts one before a request's name, for completions and for chats."""
 
 
 class AsyncClient:
     """A server's models, for use as `async with AsyncClient("http://127.0.0.1:8000") as client`.
 
-    base_url: with or without its /v1. model: the name to ask for; None takes the one the server has. One client serves
-    any number of concurrent requests. The server must be this one: deltas need fields that others do not send.
+    base_url: with or without its /v1. model: the name to ask for; None takes the one the server has. timeouts, retry:
+    of every request; None takes the defaults. max_connections: requests that are at the server at once, others wait for
+    one of them to end; None for any number. sleep, chance: how it waits before it asks again, and its random numbers
+    from 0 to below 1.
+
+    One client serves any number of concurrent requests. The server must be this one: deltas need fields that others do
+    not send.
     """
 
-    def __init__(self, base_url: str, *, model: str | None = None) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        model: str | None = None,
+        timeouts: Timeouts | None = None,
+        retry: RetryPolicy | None = None,
+        max_connections: int | None = None,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
         self._base_url = base_url.rstrip("/").removesuffix("/v1")
         self._model = model
+        self._timeouts = timeouts or Timeouts()
+        self._retry = retry or RetryPolicy()
+        self._max_connections = max_connections
+        self._sleep = sleep
+        self._chance = chance
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> AsyncClient:
-        # an answer takes as long as it takes, so only connecting is timed; streams are not limited in number
+        # aiohttp's own limits of time are off but for connecting: `TimeLimits` has the others
         self._session = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
-            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None),
+            connector=aiohttp.TCPConnector(limit=self._max_connections or 0),
         )
         return self
 
@@ -129,22 +81,30 @@ class AsyncClient:
 
     async def models(self) -> list[str]:
         """Names of the server's models, at least one. Raises `EngineError`."""
+        return models_of(await self._read("GET", "/v1/models"))
+
+    async def health(self) -> Health:
+        """What the server says of itself now; it is asked once. Raises `EngineError` when there is no answer."""
+        limits = TimeLimits(self._timeouts)
         try:
-            async with self._open_session().get(f"{self._base_url}/v1/models") as response:
-                body = await response.read()
-                if response.status != 200:
-                    raise _error(body, response.status)
-                return [model.id for model in _MODELS.decode(body).data]
+            response = await self._send("GET", "/health", limits, retry=RetryPolicy(attempts=1), no_room=())
+            async with response, limits.wait("first"):
+                return health_of(await response.read(), response.status)
         except aiohttp.ClientError as error:
             raise self._unreachable(error) from error
-        except msgspec.DecodeError as error:
-            raise EngineError(f"its list of models is not understood: {error}") from error
+
+    async def cancel(self, request_id: str) -> bool:
+        """End all requests of this name: their choices that still run end with the finish reason "abort". False when
+        there is none. Raises `EngineError`."""
+        return any([await self._cancel(f"{kind}-{quote(request_id, safe='')}") for kind in ID_PREFIXES])
 
     async def generate(
         self,
         prompt: str | Sequence[int] | ChatPrompt,
         params: SamplingParams | None = None,
         *,
+        request_id: str = "",
+        timeouts: Timeouts | None = None,
         tool_choice: str = "auto",
         parallel_tool_calls: bool = True,
     ) -> AsyncGenerator[Delta, None]:
@@ -152,33 +112,34 @@ class AsyncClient:
 
         Of a conversation's answer the server tells reasoning and tool calls from the text. tool_choice: of a prompt
         with tools, "auto", "none", "required" or the name of the function to call. parallel_tool_calls: more than one
-        call in an answer.
+        call in an answer. request_id: a name for it, by which it can be cancelled. timeouts: instead of the client's.
 
         Leaving early (break, `aclose`, cancellation) closes the connection, which aborts the request. Raises
-        `InvalidRequestError`, `OverloadedError`, `EngineDeadError` as the server reports them, and `EngineError` when
-        it cannot be reached.
+        `InvalidRequestError`, `OverloadedError`, `EngineDeadError` as the server reports them, `RequestTimeoutError`,
+        and `EngineError` when the server cannot be reached.
         """
-        session = self._open_session()
         params = params or SamplingParams()
-        body = _body(prompt, params, self._model)
-        if isinstance(prompt, ChatPrompt) and prompt.tools:
-            body |= {
-                "tools": prompt.tools,
-                "tool_choice": _tool_choice(tool_choice),
-                "parallel_tool_calls": parallel_tool_calls,
-            }
-        path = "/v1/chat/completions" if isinstance(prompt, ChatPrompt) else "/v1/completions"
-        request = session.post(
-            self._base_url + path, data=msgspec.json.encode(body), headers={"Content-Type": "application/json"}
+        body = request_body(
+            prompt, params, model=self._model, tool_choice=tool_choice, parallel_tool_calls=parallel_tool_calls
         )
-        unfinished = params.n
+        path = "/v1/chat/completions" if isinstance(prompt, ChatPrompt) else "/v1/completions"
+        limits = TimeLimits(timeouts or self._timeouts)
+        unfinished, output_seen = params.n, False
         try:
-            async with request as response:
+            response = await self._send("POST", path, limits, body=body, request_id=request_id)
+            async with response:
                 if response.status != 200:
-                    raise _error(await response.read(), response.status)
-                async for data in _events(response):
-                    delta = _delta(data)
+                    async with limits.wait("first"):
+                        raise error_of(await response.read(), response.status)
+                answer = events(response)
+                while True:
+                    async with limits.wait("next" if output_seen else "first"):
+                        data = await anext(answer, None)
+                    if data is None:
+                        break
+                    delta = delta_of(data)
                     if delta is not None:
+                        output_seen = True
                         unfinished -= delta.finish_reason is not None
                         yield delta
         except aiohttp.ClientError as error:
@@ -186,123 +147,75 @@ class AsyncClient:
         if unfinished:
             raise EngineDeadError("the server ended the stream before the answer was complete")
 
-    def _open_session(self) -> aiohttp.ClientSession:
-        if self._session is None:
+    async def _cancel(self, full_id: str) -> bool:
+        try:
+            await self._read("POST", f"/v1/requests/{full_id}/cancel")
+        except EngineError as error:
+            if error.code == "request_not_found":
+                return False
+            raise
+        return True
+
+    async def _read(self, method: str, path: str) -> bytes:
+        """The whole answer. Raises `EngineError` for any but a good one."""
+        limits = TimeLimits(self._timeouts)
+        try:
+            response = await self._send(method, path, limits)
+            async with response, limits.wait("first"):
+                body = await response.read()
+        except aiohttp.ClientError as error:
+            raise self._unreachable(error) from error
+        if response.status != 200:
+            raise error_of(body, response.status)
+        return body
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        limits: TimeLimits,
+        *,
+        body: bytes | None = None,
+        request_id: str = "",
+        retry: RetryPolicy | None = None,
+        no_room: Collection[int] = NO_ROOM,
+    ) -> aiohttp.ClientResponse:
+        """The beginning of an answer whose status is none of `no_room`; asks again as `retry` says, by default the
+        client's. Raises `EngineError` and aiohttp's errors."""
+        session = self._session
+        if session is None:
             raise EngineError("the client is not open: use it as `async with AsyncClient(url) as client`")
-        return self._session
+        retry = retry or self._retry
+        headers = {"Content-Type": "application/json"} | ({REQUEST_ID_HEADER: request_id} if request_id else {})
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=limits.timeouts.connect)
+        for attempt in itertools.count(1):
+            limits.begin_attempt()
+            retry_after = None
+            try:
+                async with limits.wait("first"):
+                    response = await session.request(
+                        method, self._base_url + path, data=body, headers=headers, timeout=timeout
+                    )
+                    if response.status not in no_room:
+                        return response
+                    async with response:
+                        failure = error_of(await response.read(), response.status)
+                        retry_after = seconds_of(response.headers.get("Retry-After"), datetime.now(UTC))
+            except aiohttp.ConnectionTimeoutError:
+                raise RequestTimeoutError(
+                    f"there was no connection to {self._base_url} after {limits.timeouts.connect:g} s",
+                    code="connect_timeout",
+                ) from None
+            except aiohttp.ClientConnectorError as error:
+                if not isinstance(error.os_error, ConnectionRefusedError):
+                    raise
+                failure = self._unreachable(error)
+            wait = retry.wait(attempt, retry_after=retry_after, chance=self._chance())
+            if wait is None:
+                raise failure
+            async with limits.wait("pause"):
+                await self._sleep(wait)
+        raise AssertionError("attempts are counted without an end")
 
     def _unreachable(self, error: aiohttp.ClientError) -> EngineError:
         return EngineError(f"no answer from {self._base_url}: {error}", code="connection_error")
-
-
-def _body(prompt: str | Sequence[int] | ChatPrompt, params: SamplingParams, model: str | None) -> dict[str, Any]:
-    # `return_token_ids` and `continuous_usage_stats` carry what a delta has besides its text
-    body: dict[str, Any] = msgspec.structs.asdict(params) | {
-        "stream": True,
-        "stream_options": {"continuous_usage_stats": True},
-        "return_token_ids": True,
-        "logit_bias": dict(params.logit_bias),
-    }
-    body["structured_outputs"] = _outputs(body.pop("structured"))
-    if model is not None:
-        body["model"] = model
-    if not isinstance(prompt, ChatPrompt):
-        return body | {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
-    return body | {
-        "messages": prompt.messages,
-        "logprobs": params.logprobs is not None,
-        "top_logprobs": params.logprobs,
-        "add_generation_prompt": prompt.add_generation_prompt,
-        "chat_template_kwargs": prompt.template_kwargs,
-    }
-
-
-def _tool_choice(choice: str) -> str | dict[str, Any]:
-    if choice in ("auto", "none", "required"):
-        return choice
-    return {"type": "function", "function": {"name": choice}}
-
-
-def _outputs(structured: Structured | None) -> dict[str, Any] | None:
-    """The field by which the server asks for a structure."""
-    match structured:
-        case None:
-            return None
-        case Structured(kind="json_object"):
-            return {"json_object": True}
-        case Structured(kind="json_schema"):
-            return {"json": structured.text}
-        case Structured(kind="choice"):
-            return {"choice": msgspec.json.decode(structured.text)}
-    return {structured.kind: structured.text}
-
-
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The data of each event but [DONE], to the end of the response. An event may be of any size."""
-    rest = b""
-    async for received in response.content.iter_any():
-        *events, rest = (rest + received).split(_EVENT_END)
-        for event in events:
-            data = event.removeprefix(b"data: ")
-            if data != _DONE:
-                yield data
-
-
-def _delta(data: bytes) -> Delta | None:
-    """None for a chunk without news of a choice: one that only opens a message."""
-    try:
-        chunk = _CHUNK.decode(data)
-    except msgspec.DecodeError as error:
-        raise EngineError(f"the server sent an event that is not understood: {error}") from error
-    if chunk.error is not None:
-        raise _typed_error(chunk.error, 500)
-    if not chunk.choices or chunk.usage is None:
-        return None
-    choice, usage = chunk.choices[0], chunk.usage
-    message = choice.delta or _ChatDeltaJson()
-    return Delta(
-        index=choice.index,
-        text=choice.text if choice.delta is None else message.content,
-        token_ids=choice.token_ids,
-        prompt_tokens=usage.prompt_tokens,
-        cached_tokens=usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0,
-        completion_tokens=usage.completion_tokens,
-        finish_reason=choice.finish_reason,
-        stop_reason=choice.stop_reason,
-        logprobs=[] if choice.logprobs is None else [_token_logprob(entry) for entry in choice.logprobs.content],
-        reasoning=message.reasoning_content,
-        tool_calls=[
-            ToolCallDelta(call.index, call.id, call.function.name, call.function.arguments)
-            for call in message.tool_calls
-        ],
-    )
-
-
-def _token_logprob(entry: _EntryJson) -> TokenLogprob:
-    return TokenLogprob(
-        token_id=entry.token_id,
-        token=bytes(entry.bytes or ()),
-        logprob=entry.logprob,
-        text_offset=entry.text_offset,
-        top=tuple(TopLogprob(top.token_id, bytes(top.bytes or ()), top.logprob) for top in entry.top_logprobs),
-    )
-
-
-def _error(body: bytes, status: int) -> EngineError:
-    try:
-        error = _CHUNK.decode(body).error
-    except msgspec.DecodeError:
-        error = None
-    return _typed_error(error or _ErrorJson(f"the server answered with HTTP status {status}"), status)
-
-
-def _typed_error(error: _ErrorJson, status: int) -> EngineError:
-    if error.type == OverloadedError.type or status in (429, 503):
-        kind: type[EngineError] = OverloadedError
-    elif error.type == InvalidRequestError.type or 400 <= status < 500:
-        kind = InvalidRequestError
-    elif error.type == EngineDeadError.type and error.code != "internal_error":
-        kind = EngineDeadError
-    else:
-        kind = EngineError
-    return kind(error.message, code=error.code, param=error.param)

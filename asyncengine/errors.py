@@ -30,6 +30,13 @@ class OverloadedError(EngineError):
     type = "overloaded_error"
 
 
+class RequestTimeoutError(EngineError):
+    """The caller's own limit of time has passed; the request was cancelled. `code` names the limit."""
+
+    status = 504
+    type = "timeout_error"
+
+
 class EngineDeadError(EngineError):
     """A process of the engine died or the engine was closed while the request was in it."""
 

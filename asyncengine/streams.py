@@ -248,9 +248,14 @@ class RequestStream:
             self.listener()
 
     @property
+    def ended(self) -> bool:
+        """Nothing more will come: every choice has ended, or the stream has failed."""
+        return not self._unfinished or self._error is not None
+
+    @property
     def over(self) -> bool:
         """Nothing is left to take, and nothing will come but perhaps what `take` raises."""
-        return not self._pending and (not self._unfinished or self._error is not None)
+        return not self._pending and self.ended
 
     def take(self) -> list[Delta]:
         """All news, oldest first, without waiting. Raises what `fail` was given when no news is left."""

@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 
 from asyncengine import AsyncEngine, EngineConfig, SamplingParams
+from asyncengine.bench.workload import LENGTHS
 from asyncengine.model_files import resolve_model
 
-LENGTHS = Path(__file__).parent / "data" / "sharegpt_lens.json"
 VOCABULARY = range(1000, 40_000)
 
 

@@ -9,8 +9,10 @@ import pytest
 from api_server import Server, eventually
 from fake_backend import MODEL, FakeBackend
 
-from asyncengine.client import AsyncClient
+from asyncengine.client import AsyncClient, RetryPolicy
+from asyncengine.engine_info import Health
 from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError
+from asyncengine.outputs import collect
 from asyncengine.sampling import SamplingParams, Structured
 from asyncengine.streams import ChatPrompt
 
@@ -45,15 +47,18 @@ STRUCTURES = [
 ]
 
 
+ONCE = RetryPolicy(attempts=1)
+
+
 @pytest.fixture
 async def client(server: Server) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(server.url) as client:
+    async with AsyncClient(server.url, retry=ONCE) as client:
         yield client
 
 
 async def test_the_models_are_those_of_the_server(client: AsyncClient) -> None:
     assert await client.models() == [MODEL]
-    async with AsyncClient("http://127.0.0.1:9") as nobody:
+    async with AsyncClient("http://127.0.0.1:9", retry=ONCE) as nobody:
         with pytest.raises(EngineError, match=r"^no answer from http://127\.0\.0\.1:9: "):
             await nobody.models()
 
@@ -84,6 +89,49 @@ async def test_refusals_keep_their_type(
     with pytest.raises(type(error)) as raised:
         await anext(client.generate(prompt))
     assert (raised.value.message, raised.value.code, raised.value.param) == (error.message, error.code, error.param)
+
+
+async def test_health_is_what_the_server_says(client: AsyncClient, backend: FakeBackend) -> None:
+    assert await client.health() == Health(state="ready")
+    backend.health = Health(state="stalled", detail="no sign of life from gpu_runner")
+    assert await client.health() == backend.health
+    async with AsyncClient("http://127.0.0.1:9", retry=ONCE) as nobody:
+        with pytest.raises(EngineError, match=r"^no answer from http://127\.0\.0\.1:9: "):
+            await nobody.health()
+
+
+async def test_a_request_is_cancelled_by_the_name_it_was_given(client: AsyncClient, backend: FakeBackend) -> None:
+    chat = ChatPrompt(messages=[{"role": "user", "content": "hi"}])
+    for answer in (client.generate("a", request_id="mine"), client.generate(chat, request_id="mine")):
+        assert [delta async for delta in answer]
+    assert [name for _, name in backend.names] == ["cmpl-mine", "chatcmpl-mine"]
+    assert await client.cancel("mine")
+    assert backend.cancelled == ["cmpl-mine", "chatcmpl-mine"]
+
+
+async def test_deltas_are_collected_into_one_answer(client: AsyncClient) -> None:
+    answer = await collect(client.generate("abc", SamplingParams(n=2)), prompt="abc")
+    deltas = [delta async for delta in client.generate("abc", SamplingParams(n=2))]
+    assert [output.index for output in answer.outputs] == [0, 1]
+    for output in answer.outputs:
+        mine = [delta for delta in deltas if delta.index == output.index]
+        assert output.text == "".join(delta.text for delta in mine)
+        assert output.token_ids == [token for delta in mine for token in delta.token_ids]
+        assert output.finish_reason == "stop"
+    assert (answer.prompt, answer.prompt_token_ids, answer.metrics) == ("abc", None, None)
+    assert answer.num_cached_tokens == deltas[-1].cached_tokens
+
+
+async def test_an_overloaded_server_says_when_to_come_back(server: Server, backend: FakeBackend) -> None:
+    backend.refusal, waits = OverloadedError("full"), []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        backend.refusal = None
+
+    async with AsyncClient(server.url, sleep=sleep, chance=lambda: 0.0) as client:
+        assert [delta async for delta in client.generate("a")]
+    assert waits == [1.0]
 
 
 async def test_a_death_in_mid_stream_raises_after_the_deltas(client: AsyncClient, backend: FakeBackend) -> None:
@@ -120,7 +168,7 @@ async def test_another_models_name_is_refused(server: Server) -> None:
 
 
 async def test_an_absent_server_is_told_with_its_address() -> None:
-    async with AsyncClient("http://127.0.0.1:9") as client:
+    async with AsyncClient("http://127.0.0.1:9", retry=ONCE) as client:
         with pytest.raises(EngineError, match=r"^no answer from http://127\.0\.0\.1:9: ") as error:
             await anext(client.generate("a"))
     assert error.value.code == "connection_error"

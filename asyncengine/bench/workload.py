@@ -1,4 +1,4 @@
-"""What bench_serving.py sends and when: drawn lengths and arrivals, or a trace file's."""
+"""What `asyncengine bench` sends and when: drawn lengths and arrivals, or a trace file's."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from load_worker import Job
+from asyncengine.bench.records import Job
 
-LENGTHS = Path(__file__).parent / "data" / "sharegpt_lens.json"
+LENGTHS = Path(__file__).with_name("sharegpt_lens.json")
+"""2000 pairs [prompt tokens, answer tokens] (mean 110 / 276): the lengths of ShareGPT conversations that the usual
+serving benchmarks take. Only lengths, no text; released with this project (Apache-2.0)."""
 
 
 def make_jobs(count: int, *, lengths: str, rate: float | None, seed: int) -> list[Job]:

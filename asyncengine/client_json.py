@@ -1,0 +1,248 @@
+"""The requests of `AsyncClient` and a server's answers as JSON, and what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any
+
+import aiohttp
+import msgspec
+
+from asyncengine.engine_info import Health
+from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError
+from asyncengine.logprobs import TokenLogprob, TopLogprob
+from asyncengine.sampling import SamplingParams, Structured
+from asyncengine.streams import ChatPrompt, Delta, ToolCallDelta
+
+_EVENT_END = b"\n\n"
+_DONE = b"[DONE]"
+
+
+class _ErrorJson(msgspec.Struct):
+    message: str
+    type: str | None = None
+    code: str | None = None
+    param: str | None = None
+
+
+class _FunctionJson(msgspec.Struct):
+    name: str | None = None
+    arguments: str = ""
+
+
+class _CallJson(msgspec.Struct):
+    index: int
+    function: _FunctionJson
+    id: str | None = None
+
+
+class _ChatDeltaJson(msgspec.Struct):
+    content: str = ""
+    reasoning_content: str = ""
+    tool_calls: list[_CallJson] = []
+
+
+class _TopJson(msgspec.Struct):
+    token_id: int
+    bytes: list[int] | None
+    logprob: float
+
+
+class _EntryJson(_TopJson):
+    text_offset: int
+    top_logprobs: list[_TopJson]
+
+
+class _LogprobsJson(msgspec.Struct):
+    content: list[_EntryJson] = []
+
+
+class _ChoiceJson(msgspec.Struct):
+    index: int
+    text: str = ""
+    delta: _ChatDeltaJson | None = None
+    token_ids: list[int] = []
+    logprobs: _LogprobsJson | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class _CachedJson(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class _UsageJson(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: _CachedJson | None = None
+
+
+class _ChunkJson(msgspec.Struct):
+    choices: list[_ChoiceJson] = []
+    usage: _UsageJson | None = None
+    error: _ErrorJson | None = None
+
+
+class _ModelJson(msgspec.Struct):
+    id: str
+
+
+class _ModelsJson(msgspec.Struct):
+    data: Annotated[list[_ModelJson], msgspec.Meta(min_length=1)]
+
+
+class _HealthJson(msgspec.Struct):
+    status: str
+    reason: str = ""
+
+
+_CHUNK = msgspec.json.Decoder(_ChunkJson)
+_MODELS = msgspec.json.Decoder(_ModelsJson)
+_HEALTH = msgspec.json.Decoder(_HealthJson)
+
+
+def request_body(
+    prompt: str | Sequence[int] | ChatPrompt,
+    params: SamplingParams,
+    *,
+    model: str | None,
+    tool_choice: str,
+    parallel_tool_calls: bool,
+) -> bytes:
+    """Of a completion, or of a chat completion if the prompt is a conversation."""
+    # `return_token_ids` and `continuous_usage_stats` carry what a delta has besides its text
+    body: dict[str, Any] = msgspec.structs.asdict(params) | {
+        "stream": True,
+        "stream_options": {"continuous_usage_stats": True},
+        "return_token_ids": True,
+        "logit_bias": dict(params.logit_bias),
+    }
+    body["structured_outputs"] = _outputs(body.pop("structured"))
+    if model is not None:
+        body["model"] = model
+    if not isinstance(prompt, ChatPrompt):
+        return msgspec.json.encode(body | {"prompt": prompt if isinstance(prompt, str) else list(prompt)})
+    body |= {
+        "messages": prompt.messages,
+        "logprobs": params.logprobs is not None,
+        "top_logprobs": params.logprobs,
+        "add_generation_prompt": prompt.add_generation_prompt,
+        "chat_template_kwargs": prompt.template_kwargs,
+    }
+    if prompt.tools:
+        body |= {
+            "tools": prompt.tools,
+            "tool_choice": _tool_choice(tool_choice),
+            "parallel_tool_calls": parallel_tool_calls,
+        }
+    return msgspec.json.encode(body)
+
+
+def _tool_choice(choice: str) -> str | dict[str, Any]:
+    if choice in ("auto", "none", "required"):
+        return choice
+    return {"type": "function", "function": {"name": choice}}
+
+
+def _outputs(structured: Structured | None) -> dict[str, Any] | None:
+    """The field by which the server asks for a structure."""
+    match structured:
+        case None:
+            return None
+        case Structured(kind="json_object"):
+            return {"json_object": True}
+        case Structured(kind="json_schema"):
+            return {"json": structured.text}
+        case Structured(kind="choice"):
+            return {"choice": msgspec.json.decode(structured.text)}
+    return {structured.kind: structured.text}
+
+
+async def events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The data of each event but [DONE], to the end of the response. An event may be of any size."""
+    rest = b""
+    async for received in response.content.iter_any():
+        *events, rest = (rest + received).split(_EVENT_END)
+        for event in events:
+            data = event.removeprefix(b"data: ")
+            if data != _DONE:
+                yield data
+
+
+def delta_of(data: bytes) -> Delta | None:
+    """None for a chunk without news of a choice: one that only opens a message."""
+    try:
+        chunk = _CHUNK.decode(data)
+    except msgspec.DecodeError as error:
+        raise EngineError(f"the server sent an event that is not understood: {error}") from error
+    if chunk.error is not None:
+        raise _typed_error(chunk.error, 500)
+    if not chunk.choices or chunk.usage is None:
+        return None
+    choice, usage = chunk.choices[0], chunk.usage
+    message = choice.delta or _ChatDeltaJson()
+    return Delta(
+        index=choice.index,
+        text=choice.text if choice.delta is None else message.content,
+        token_ids=choice.token_ids,
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0,
+        completion_tokens=usage.completion_tokens,
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+        logprobs=[] if choice.logprobs is None else [_token_logprob(entry) for entry in choice.logprobs.content],
+        reasoning=message.reasoning_content,
+        tool_calls=[
+            ToolCallDelta(call.index, call.id, call.function.name, call.function.arguments)
+            for call in message.tool_calls
+        ],
+    )
+
+
+def models_of(body: bytes) -> list[str]:
+    """Raises `EngineError`."""
+    try:
+        return [model.id for model in _MODELS.decode(body).data]
+    except msgspec.DecodeError as error:
+        raise EngineError(f"its list of models is not understood: {error}") from error
+
+
+def health_of(body: bytes, status: int) -> Health:
+    """Raises `EngineError`."""
+    try:
+        told = _HEALTH.decode(body)
+        if status == 200:
+            return Health(state="ready")
+        return msgspec.convert({"state": told.status, "detail": told.reason}, Health)
+    except msgspec.ValidationError as error:
+        raise EngineError(f"its health is not understood: {error}") from error
+
+
+def _token_logprob(entry: _EntryJson) -> TokenLogprob:
+    return TokenLogprob(
+        token_id=entry.token_id,
+        token=bytes(entry.bytes or ()),
+        logprob=entry.logprob,
+        text_offset=entry.text_offset,
+        top=tuple(TopLogprob(top.token_id, bytes(top.bytes or ()), top.logprob) for top in entry.top_logprobs),
+    )
+
+
+def error_of(body: bytes, status: int) -> EngineError:
+    try:
+        error = _CHUNK.decode(body).error
+    except msgspec.DecodeError:
+        error = None
+    return _typed_error(error or _ErrorJson(f"the server answered with HTTP status {status}"), status)
+
+
+def _typed_error(error: _ErrorJson, status: int) -> EngineError:
+    if error.type == OverloadedError.type or status in (429, 503):
+        kind: type[EngineError] = OverloadedError
+    elif error.type == InvalidRequestError.type or 400 <= status < 500:
+        kind = InvalidRequestError
+    elif error.type == EngineDeadError.type and error.code != "internal_error":
+        kind = EngineDeadError
+    else:
+        kind = EngineError
+    return kind(error.message, code=error.code, param=error.param)

@@ -1,0 +1,158 @@
+"""An engine for programs without an event loop: hand over a batch of prompts, get back the answers."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from asyncengine.batch import Prompt, run_batch
+from asyncengine.config import EngineConfig, Role
+from asyncengine.engine import AsyncEngine
+from asyncengine.engine_info import EngineInfo
+from asyncengine.errors import InvalidRequestError
+from asyncengine.loop_thread import LoopThread
+from asyncengine.outputs import RequestOutput
+from asyncengine.sampling import SamplingParams
+from asyncengine.streams import ChatPrompt
+from asyncengine.supervisor import StartupProgress
+
+Message = dict[str, object]
+
+
+class LLM:
+    """An engine inside this process: `with LLM("default", max_num_seqs=64) as llm: llm.generate(...)`.
+
+    It has a thread and an event loop of its own, so it can be used from anywhere: plain scripts, notebooks, several
+    threads, or a running event loop (which it blocks). It is closed by `close`, at the end of `with`, when nobody
+    refers to it any longer, or with the interpreter.
+    """
+
+    def __init__(
+        self,
+        model: str = "default",
+        *,
+        progress: StartupProgress | None = None,
+        modules: Mapping[Role, str] | None = None,
+        **engine_options: Any,
+    ) -> None:
+        """engine_options: fields of `EngineConfig`. progress, modules: as in `AsyncEngine.start`.
+
+        Raises `StartupError`, and then leaves nothing behind.
+        """
+        self._config = EngineConfig(model=model, **engine_options)
+        self._engine = AsyncEngine.start(self._config, progress=progress, modules=modules)
+        self._loop = LoopThread("asyncengine-llm")
+        # there before the engine starts: an interrupt may come at any moment
+        self._finalizer = weakref.finalize(self, _close, self._loop, self._engine)
+        try:
+            self._loop.run(_start(self._engine))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the engine: what still runs raises `EngineDeadError` where it was called; no process is left.
+        Idempotent."""
+        self._finalizer()
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._engine.info
+
+    def generate(
+        self,
+        prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """One answer for each prompt, in their order. prompts: texts or lists of token ids, or a single one.
+
+        sampling_params: for all prompts, or one for each. use_tqdm: show a progress bar on stderr.
+
+        What is known to be wrong at once (an empty prompt, ids that do not fit into the context, half a surrogate pair)
+        raises `InvalidRequestError` naming the prompt before anything is queued. What shows only later (a text that
+        turns out too long) is the `error` of that prompt's answer, and the others go on. Raises `EngineDeadError`.
+        KeyboardInterrupt cancels everything; the engine can be used again.
+        """
+        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+            return self._run([prompts], sampling_params, use_tqdm)  # type: ignore[list-item]
+        return self._run(prompts, sampling_params, use_tqdm)  # type: ignore[arg-type]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: dict[str, object] | None = None,
+        tools: list[dict[str, object]] | None = None,
+    ) -> list[RequestOutput]:
+        """As `generate`, of conversations: each a list of {"role": ..., "content": ...}, or a single one.
+
+        The model's chat template makes prompts of them. Answers are text as the model writes it: reasoning and calls of
+        `tools` are in it.
+        """
+        single = len(messages) > 0 and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if single else messages
+        prompts = [
+            ChatPrompt(
+                messages=list(conversation),
+                add_generation_prompt=add_generation_prompt,
+                template_kwargs=chat_template_kwargs or {},
+                tools=tools or [],
+            )
+            for conversation in conversations
+        ]
+        return self._run(prompts, sampling_params, use_tqdm)
+
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        if sampling_params is None:
+            sampling_params = SamplingParams()
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise InvalidRequestError(
+                f"there are {len(prompts)} prompts and {len(sampling_params)} sampling_params; give one for all or one "
+                "for each",
+                param="sampling_params",
+            )
+        work = run_batch(
+            self._engine,
+            prompts,
+            sampling_params,
+            max_num_seqs=self._config.max_num_seqs,
+            show_progress=use_tqdm,
+        )
+        return self._loop.run(work)
+
+
+async def _start(engine: AsyncEngine) -> None:
+    await engine
+
+
+def _close(loop: LoopThread, engine: AsyncEngine) -> None:
+    if loop.is_current:  # the garbage collector may run anywhere, and this thread cannot wait for its own end
+        threading.Thread(target=_close, args=(loop, engine)).start()
+        return
+    try:
+        loop.run(engine.close())
+    finally:
+        loop.close()
