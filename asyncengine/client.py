@@ -160,6 +160,13 @@ class AsyncClient:
         """
         session = self._open_session()
         params = params or SamplingParams()
+        if params.prompt_logprobs is not None or params.max_tokens == 0:
+            raise InvalidRequestError(
+                "a client's deltas do not have what a request for its prompt alone, or for its prompt's "
+                "log-probabilities, is about",
+                code="unsupported_parameter",
+                param="prompt_logprobs" if params.prompt_logprobs is not None else "max_tokens",
+            )
         body = _body(prompt, params, self._model)
         if isinstance(prompt, ChatPrompt) and prompt.tools:
             body |= {

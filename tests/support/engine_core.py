@@ -10,7 +10,7 @@ from support.paged_model import PagedModel, expected_output
 
 from asyncengine.config import SchedulingPolicy
 from asyncengine.sampling import SamplingParams
-from asyncengine.wire.messages import Finish
+from asyncengine.wire.messages import Finish, PromptLogprobs
 from gpu_runner.schedule.mask_work import MaskWork
 from gpu_runner.schedule.plan import StepLogprobs, StepPlan
 from gpu_runner.schedule.scheduler import Scheduler
@@ -64,6 +64,7 @@ class EngineCore:
         self.stop_ids: dict[int, tuple[int, ...]] = {}
         self.outputs: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[TokenLogprobs]] = {}  # of requests that ask, in the order of their tokens
+        self.prompt_logprobs: dict[int, PromptLogprobs] = {}  # of requests that ask
         self.finish: dict[int, Finish] = {}
         self.finish_order: list[int] = []
         self.row_of: dict[tuple[int, int], int] = {}  # (slot, gen) -> rid
@@ -151,6 +152,8 @@ class EngineCore:
             assert (row.slot, row.gen) not in self.row_of, "a row opens once"
             self.row_of[row.slot, row.gen] = row.rid
             self.outputs[row.rid] = []
+            if row.prompt is not None:
+                self.prompt_logprobs[row.rid] = row.prompt
         if output.logprobs is not None:
             self._take_logprobs(output, output.logprobs)
         columns = (output.slots, output.gens, output.tokens, output.finish)
