@@ -115,7 +115,7 @@ class PlanBuilder:
             part = np.empty((count, 3), np.int32)
             part[:, 0] = np.arange(first, first + count) + token_of_position[place]
             part[:, 1] = request.prompt[first + 1 : first + count + 1]
-            part[:, 2] = request.params.prompt_logprobs
+            part[:, 2] = request.params.prompt_logprobs or 0
             parts.append(part)
         return np.concatenate(parts)
 

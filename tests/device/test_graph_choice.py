@@ -59,7 +59,7 @@ class Notes:
         """Its name is that of the method that makes the work."""
         self.replayed.append(work.__qualname__.split(".")[1])
 
-    def run(self, path: SamplingPath, *, decode: int, prefill: int, samples: int) -> list[str]:
+    def run(self, path: SamplingPath, *, decode: int, prefill: int, samples: int, scores: int = 0) -> list[str]:
         self.replayed.clear()
         rows = np.ones(decode + (prefill > 0), np.int32)
         self.step.run(
@@ -72,6 +72,7 @@ class Notes:
                 num_decode_rows=decode,
                 num_tokens=decode + prefill,
                 num_samples=samples,
+                num_scores=scores,
                 row_start=rows,
                 row_len=rows,
             )
