@@ -100,3 +100,10 @@ def test_steps_with_prefill_are_two_graphs(tmp_path: Path) -> None:
     assert notes.run(GREEDY, decode=3, prefill=1, samples=4) == TWO
     assert notes.run(GREEDY, decode=3, prefill=5, samples=3) == TWO
     assert notes.run(GREEDY, decode=0, prefill=5, samples=0) == TWO
+
+
+def test_steps_that_score_tokens_of_prompts_have_a_graph_more(tmp_path: Path) -> None:
+    notes = Notes(tmp_path, 8)
+    for scores, samples in ((1, 0), (8, 4)):
+        replayed = notes.run(FULL, decode=3, prefill=9, samples=samples, scores=scores)
+        assert replayed == ["_forward_work", "_score_work", "_finish_work"]
