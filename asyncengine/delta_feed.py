@@ -86,6 +86,8 @@ class DeltaFeed:
         """Count the first and the last news of a choice."""
         if not begun_before and stream.num_tokens(index):
             self._metrics.begun(stream.timeline(index), prompt_tokens=stream.prompt_tokens(index))
+        elif finish == Finish.LENGTH and not stream.num_tokens(index):  # nothing but its prompt was asked for
+            self._metrics.prompted(stream.prompt_tokens(index))
         if finish:
             self.count_end(stream, index, FINISH_REASONS.get(Finish(finish), "error"), at_ns=now)
 

@@ -294,7 +294,8 @@ class Scheduler:
             draft.scores.append((len(draft.prefill) - 1, scored, scores_to - scored))
             slots.scored[slot] = scores_to
         self.counters.prefill_tokens += length
-        self.rows.share(slot)
+        if not slots.score_end[slot]:  # what that row computes may be in the tree already, which it would hold as well
+            self.rows.share(slot)
         return length
 
     def _scorable(self, slot: int, draft: PlanDraft) -> int:

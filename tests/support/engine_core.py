@@ -87,9 +87,10 @@ class EngineCore:
         self._verify()
 
     def stop(self, slot: int, gen: int) -> None:
+        runs = bool(self.scheduler.slots.gen[slot] == gen)  # else it was aborted, and its end may be on its way
         self.scheduler.stop(slot, gen)
         rid = self.row_of.get((slot, gen))
-        if rid is not None and rid not in self.finish:
+        if runs and rid is not None and rid not in self.finish:
             self._finish(rid, Finish.STOP_STRING)
         self._verify()
 
@@ -140,6 +141,20 @@ class EngineCore:
                 assert self.finish[rid] == last
             else:
                 assert got == expected[: len(got)], f"request {rid}"
+
+    def assert_prompts_scored(self, asked: dict[int, int]) -> None:
+        """Every request that has opened has, where that was asked, each token of its prompt scored once, in order, by a
+        `PagedModel`. asked: by rid, how many likely tokens."""
+        assert set(self.prompt_logprobs) == set(self.outputs) & set(asked)
+        for rid, scored in self.prompt_logprobs.items():
+            prompt, num_top = self.prompts[rid], asked[rid]
+            before = prompt[:-1]
+            ids = np.concatenate([prompt[:1], np.column_stack([prompt[1:], *[before] * num_top]).reshape(-1)])
+            assert np.array_equal(np.frombuffer(scored.ids, np.int32), ids)
+            assert np.array_equal(np.frombuffer(scored.logprobs, np.float32)[1:], -np.repeat(before, 1 + num_top))
+            ranks = np.arange(1, len(prompt) + 1)
+            ranks[0] = 0
+            assert np.array_equal(np.frombuffer(scored.ranks, np.int32), ranks)
 
     def assert_nothing_held(self) -> None:
         gauges = self.scheduler.gauges()
