@@ -269,9 +269,6 @@ def check_prompt(scored: list[Any], tokens: list[int], *, num_top: int) -> None:
 
 
 def token_text(token: int) -> str:
-    text = tokenizer().id_to_token(token)
-    if token < 17:  # special tokens are spelled as they are
-        return text
     return tokenizer().decode([token], skip_special_tokens=False)
 
 

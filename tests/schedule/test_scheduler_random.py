@@ -30,7 +30,8 @@ def test_random_operations_keep_every_invariant_and_every_answer(seed: int) -> N
         vocab_size=30,
     )
     families = [rng.integers(0, 30, 128, dtype=np.int32) for _ in range(3)]
-    next_rid, asked = 1, {}
+    next_rid = 1
+    asked: dict[int, int] = {}
     for _ in range(OPERATIONS_PER_RUN):
         action = rng.random()
         if action < 0.15:
