@@ -22,6 +22,7 @@ pytestmark = pytest.mark.timeout(400)
 MAX_NUM_SEQS = 6
 """And so many tokens are scored in a step of 32 at most."""
 LENGTHS = [1, 2, 33, 16, 17, 80]
+TOLERANCE = 1e-3
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -72,12 +73,14 @@ def check(core: EngineCore, rid: int, num_top: int, reference: ReferenceLogits) 
     assert [token for token, *_ in rest] == prompt[1:]
     logits = reference(prompt)[:-1]
     expected = logits.log_softmax(dim=1)
-    for position, (token, logprob, rank, top_ids, top_logprobs) in enumerate(rest):
-        order = logits[position].argsort(descending=True, stable=True).tolist()
-        assert logprob == pytest.approx(float(expected[position, token]), abs=1e-3)
-        assert abs(rank - 1 - order.index(token)) <= 1, "two logits may be nearly the same"
-        assert top_ids == order[:num_top]
-        assert top_logprobs == pytest.approx(expected[position, order[:num_top]].tolist(), abs=1e-3)
+    for row, (token, logprob, rank, top_ids, top_logprobs) in zip(expected, rest, strict=True):
+        own = float(row[token])
+        assert logprob == pytest.approx(own, abs=TOLERANCE)
+        assert int((row > own + TOLERANCE).sum()) < rank <= int((row >= own - TOLERANCE).sum())
+        assert len(set(top_ids)) == num_top
+        assert top_logprobs == pytest.approx(row[top_ids].tolist(), abs=TOLERANCE)
+        assert top_logprobs == pytest.approx(row.topk(num_top).values.tolist(), abs=TOLERANCE)
+        assert top_logprobs == sorted(top_logprobs, reverse=True)
         if token in top_ids:
             assert rank == 1 + top_ids.index(token)
             assert logprob == top_logprobs[rank - 1]
@@ -105,10 +108,8 @@ def test_prompts_of_all_lengths_are_scored_a_few_tokens_a_step_beside_rows_that_
     assert max(scored) == MAX_NUM_SEQS
     assert any(len(plan.scores) and plan.num_decode_rows for plan in core.plans)
     assert set(core.prompt_logprobs) == set(range(6))
-    alone = engine.core()
-    alone.add_request(100, plain[0], greedy(60))
-    alone.run()
-    assert alone.outputs[100] == core.outputs[100]
+    for rid, prompt in enumerate(plain, start=100):
+        assert reference.gaps(prompt, core.outputs[rid]).max() < TOLERANCE
 
 
 def test_a_cached_prompt_is_computed_again_for_its_scores_and_may_be_used_by_others(
@@ -126,7 +127,7 @@ def test_a_cached_prompt_is_computed_again_for_its_scores_and_may_be_used_by_oth
     core.add_request(10, prompt, greedy(3))
     core.run()
     assert core.scheduler.gauges()["prefix_hit_tokens"] == 48
-    assert core.outputs[10] == core.outputs[1]
+    assert reference.gaps(prompt, core.outputs[10]).max() < TOLERANCE
     core.assert_nothing_held()
 
 
