@@ -14,7 +14,7 @@ import aiohttp
 
 from asyncengine.client_json import delta_of, error_of, events, health_of, models_of, request_body
 from asyncengine.engine_info import Health
-from asyncengine.errors import EngineDeadError, EngineError, RequestTimeoutError
+from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, RequestTimeoutError
 from asyncengine.retries import RetryPolicy, seconds_of
 from asyncengine.sampling import SamplingParams
 from asyncengine.streams import ChatPrompt, Delta
@@ -119,6 +119,13 @@ class AsyncClient:
         and `EngineError` when the server cannot be reached.
         """
         params = params or SamplingParams()
+        if params.prompt_logprobs is not None or params.max_tokens == 0:
+            raise InvalidRequestError(
+                "a client's deltas do not have what a request for its prompt alone, or for its prompt's "
+                "log-probabilities, is about",
+                code="unsupported_parameter",
+                param="prompt_logprobs" if params.prompt_logprobs is not None else "max_tokens",
+            )
         body = request_body(
             prompt, params, model=self._model, tool_choice=tool_choice, parallel_tool_calls=parallel_tool_calls
         )

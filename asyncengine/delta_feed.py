@@ -8,11 +8,11 @@ from itertools import repeat
 
 import msgspec
 
-from asyncengine.logprobs import TokenLogprob, unpack
+from asyncengine.logprobs import TokenLogprob, unpack, unpack_prompt
 from asyncengine.metrics import RequestMetrics
 from asyncengine.open_requests import OpenRequests
 from asyncengine.streams import FINISH_REASONS, RequestStream
-from asyncengine.wire.messages import Deltas, Encoded, Finish, Openings
+from asyncengine.wire.messages import Deltas, Encoded, Finish, Openings, PromptColumns
 
 
 class DeltaFeed:
@@ -37,6 +37,8 @@ class DeltaFeed:
         now = time.monotonic_ns()
         if deltas.openings is not None:
             self._open(deltas, deltas.openings)
+        for prompt in deltas.prompts:
+            self._prompt(memoryview(deltas.rids).cast("Q")[prompt.row], prompt)
         news: list[int] = []  # when each had news before
         text, ids = memoryview(deltas.text), memoryview(deltas.ids)
         text_start = ids_start = 0
@@ -84,8 +86,14 @@ class DeltaFeed:
         """Count the first and the last news of a choice."""
         if not begun_before and stream.num_tokens(index):
             self._metrics.begun(stream.timeline(index), prompt_tokens=stream.prompt_tokens(index))
+        elif finish == Finish.LENGTH and not stream.num_tokens(index):  # nothing but its prompt was asked for
+            self._metrics.prompted(stream.prompt_tokens(index))
         if finish:
             self.count_end(stream, index, FINISH_REASONS.get(Finish(finish), "error"), at_ns=now)
+
+    def _prompt(self, rid: int, prompt: PromptColumns) -> None:
+        if request := self._requests.get(rid):
+            request.stream.take_prompt(rid - request.stream.rid, unpack_prompt(prompt))
 
     def _open(self, deltas: Deltas, openings: Openings) -> None:
         rids = memoryview(deltas.rids).cast("Q")

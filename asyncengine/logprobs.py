@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator
 from itertools import pairwise
 
 import msgspec
 
-from asyncengine.wire.messages import LogprobColumns
+from asyncengine.wire.messages import LogprobColumns, PromptColumns
 
 LOWEST_LOGPROB = -9999.0
 """Stands for anything smaller, minus infinity included, which JSON could not hold."""
@@ -41,6 +42,55 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     def text(self) -> str:
         """`token` for a person: U+FFFD where its bytes are no whole character."""
         return self.token.decode("utf-8", "replace")
+
+
+class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A token of a prompt. logprob: as of a `TokenLogprob`, and rank: its place among all tokens, 1 the most likely;
+    both None for the first token, which follows nothing. text_offset: characters of the text of the prompt's tokens
+    before it, special tokens' included."""
+
+    token_id: int
+    token: bytes
+    logprob: float | None
+    rank: int | None
+    text_offset: int
+    top: tuple[TopLogprob, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """`token` for a person: U+FFFD where its bytes are no whole character."""
+        return self.token.decode("utf-8", "replace")
+
+
+def unpack_prompt(columns: PromptColumns) -> list[PromptLogprob]:
+    """Raises ValueError for columns that contradict each other."""
+    prompt = columns.logprobs
+    items = [
+        TopLogprob(token_id, columns.token_bytes[start:end], max(logprob, LOWEST_LOGPROB))
+        for token_id, logprob, (start, end) in zip(
+            memoryview(prompt.ids).cast("i"),
+            memoryview(prompt.logprobs).cast("f"),
+            _spans(columns.token_ends),
+            strict=True,
+        )
+    ]
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    entries: list[PromptLogprob] = []
+    text_offset = 0
+    for rank, (start, end) in zip(memoryview(prompt.ranks).cast("i"), _spans(prompt.item_ends), strict=True):
+        chosen, *top = items[start:end]
+        entries.append(
+            PromptLogprob(
+                token_id=chosen.token_id,
+                token=chosen.token,
+                logprob=chosen.logprob if rank else None,
+                rank=rank or None,
+                text_offset=text_offset,
+                top=tuple(top),
+            )
+        )
+        text_offset += len(decoder.decode(chosen.token))
+    return entries
 
 
 def unpack(columns: LogprobColumns) -> Iterator[list[TokenLogprob]]:

@@ -115,9 +115,13 @@ class RequestMetrics:
 
     def begun(self, timeline: Timeline, *, prompt_tokens: int) -> None:
         """A choice's first token is here."""
+        self.prompted(prompt_tokens)
+        self._observe("time_to_first_token", (timeline.seen - timeline.arrived) * NS)
+
+    def prompted(self, prompt_tokens: int) -> None:
+        """A choice's prompt has been computed."""
         self._count("prompt_tokens", prompt_tokens)
         self._observe("prompt_length", prompt_tokens)
-        self._observe("time_to_first_token", (timeline.seen - timeline.arrived) * NS)
 
     def frame(self, now: int, last_seen: Iterable[int], *, tokens: int) -> None:
         """A frame with `tokens` new tokens arrived at `now`. last_seen: of each choice that has news, when it had news

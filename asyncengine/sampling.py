@@ -21,6 +21,8 @@ MAX_LOGPROBS = MAX_TOP_LOGPROBS
 """Most likely tokens one request may ask to see at each position."""
 MAX_STRUCTURED_BYTES = 64 * 1024
 """UTF-8 bytes of one schema, pattern, list of choices or grammar."""
+MAX_PROMPT_LOGPROBS = 2**17
+"""Tokens of one request's prompt times its choices times the log-probabilities that each reports of a token."""
 INT32_MAX = 2**31 - 1
 
 StructuredKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
@@ -73,6 +75,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_
     policy of that name; an engine with another one refuses any but 0.
     `logprobs` None reports no log-probabilities; k >= 0 the chosen token's and the k most likely tokens'. They are the
     model's own: natural logarithms, before bias, penalties and temperature.
+    `prompt_logprobs`: the same of the prompt's tokens, from the second on; the request computes all of its prompt, and
+    takes nothing from the prefix cache. `max_tokens` 0 computes the prompt alone.
     `structured` masks every token that cannot lead to a text of that structure, after all adjustments; once the text is
     complete only an end-of-sequence token is left. `max_tokens` may cut it short.
     """
@@ -89,6 +93,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -101,7 +106,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_
     def __post_init__(self) -> None:
         _int("n", self.n, 1, MAX_N)
         if self.max_tokens is not None:
-            _int("max_tokens", self.max_tokens, 1, INT32_MAX)
+            _int("max_tokens", self.max_tokens, 0, INT32_MAX)
         _int("min_tokens", self.min_tokens, 0, INT32_MAX)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
@@ -118,6 +123,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_
             _logit_bias(self.logit_bias)
         if self.logprobs is not None:
             _int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         if self.seed is not None:
             _int("seed", self.seed, -(2**63), 2**63 - 1)
         _int("priority", self.priority, -INT32_MAX, INT32_MAX)

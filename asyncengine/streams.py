@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from asyncengine.errors import EngineDeadError, EngineError
-from asyncengine.logprobs import TokenLogprob
+from asyncengine.logprobs import PromptLogprob, TokenLogprob
 from asyncengine.timeline import Timeline
 from asyncengine.wire.messages import Finish, Markup
 
@@ -53,6 +53,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: when asked, of the choice's tokens in order, each with the delta that shows its first character. All
     deltas together have one for every token but those whose text is not shown because the choice ended: the
     end-of-sequence or stop token, and tokens that begin at or after a stop string that was cut.
+    prompt_logprobs: when asked, of all tokens of the prompt, with the choice's first delta.
     timeline: of the choice, with its last delta.
     """
 
@@ -65,6 +66,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprob] = []
+    prompt_logprobs: list[PromptLogprob] | None = None
     timeline: Timeline | None = None
     reasoning: str = ""
     tool_calls: list[ToolCallDelta] = []
@@ -81,6 +83,7 @@ class _Choice:
         "ids",
         "last_seen",
         "logprobs",
+        "prompt_logprobs",
         "prompt_tokens",
         "stamps",
         "stop_reason",
@@ -91,6 +94,7 @@ class _Choice:
         self.text = bytearray()  # UTF-8; every delta ends on a character border, so any concatenation decodes
         self.ids = bytearray()  # int32 array
         self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[PromptLogprob] | None = None
         self.finish = 0
         self.stop_reason = -1
         self.prompt_tokens = 0
@@ -152,6 +156,10 @@ class RequestStream:
     def open(self, index: int, queued: int, started: int, computed: int) -> None:
         """Take in when gpu_runner got choice `index`, planned it and had its first token."""
         self._choices[index].stamps = (queued, started, computed)
+
+    def take_prompt(self, index: int, entries: list[PromptLogprob]) -> None:
+        """Take in the prompt of choice `index`, before its first news."""
+        self._choices[index].prompt_logprobs = entries
 
     def timeline(self, index: int) -> Timeline:
         """Of choice `index`, as far as it has come."""
@@ -293,6 +301,7 @@ class RequestStream:
         choice = self._choices[index]
         text, ids, logprobs = choice.text, choice.ids, choice.logprobs
         choice.text, choice.ids, choice.logprobs = bytearray(), bytearray(), []
+        prompt_logprobs, choice.prompt_logprobs = choice.prompt_logprobs, None
         return Delta(
             index=index,
             text=text.decode("utf-8", "replace"),
@@ -303,6 +312,7 @@ class RequestStream:
             finish_reason=FINISH_REASONS[Finish(choice.finish)] if choice.finish else None,
             stop_reason=self._stop_reason(choice),
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             timeline=self.timeline(index) if choice.finish and self.arrived else None,
         )
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from array import array
 
-from asyncengine.wire.messages import Deltas, Finish, Open, Openings
+import msgspec
+
+from asyncengine.wire.messages import Deltas, Finish, Open, Openings, PromptColumns
 from asyncengine.wire.pipes import Sender
 from detokenizer_proc import logprob_columns
 from detokenizer_proc.logprob_columns import ShownLogprobs
@@ -15,7 +17,7 @@ MAX_DELTAS_BYTES = 4 * 1024 * 1024
 
 class PendingDelta:
     """New text and ids of one request since its last `Deltas` entry. `queued`: it waits in its outbox. `opened`: its
-    `Open`, until the first entry has been sent."""
+    `Open`, until the first entry has been sent; and so `prompt`, if it was asked for."""
 
     __slots__ = (
         "cached_tokens",
@@ -23,6 +25,7 @@ class PendingDelta:
         "ids",
         "logprobs",
         "opened",
+        "prompt",
         "prompt_tokens",
         "queued",
         "rid",
@@ -35,6 +38,7 @@ class PendingDelta:
         self.prompt_tokens = opened.prompt_tokens
         self.cached_tokens = opened.cached_tokens
         self.opened: Open | None = opened
+        self.prompt: PromptColumns | None = None
         self.text: list[str] = []
         self.ids: list[int] = []
         self.logprobs: ShownLogprobs | None = None
@@ -78,7 +82,7 @@ class DeltaOutbox:
                 delta.text.clear()
                 delta.ids.clear()
                 delta.logprobs = None
-                delta.opened = None
+                delta.opened = delta.prompt = None
                 delta.queued = False
         return True
 
@@ -92,12 +96,15 @@ def _to_wire(waiting: list[PendingDelta]) -> tuple[Deltas, int]:
     """A message of the first of `waiting`, at least one and as many as fit, and their number."""
     texts: list[bytes] = []
     text_ends, ids, ids_ends = array("i"), array("i"), array("i")
-    end = logprob_bytes = 0
+    end = logprob_bytes = prompt_bytes = 0
     for delta in waiting:
         data = "".join(delta.text).encode()
         if delta.logprobs is not None:
             logprob_bytes += delta.logprobs.nbytes
-        if texts and end + len(data) + 4 * (len(ids) + len(delta.ids)) + logprob_bytes > MAX_DELTAS_BYTES:
+        if delta.prompt is not None:
+            prompt_bytes += len(delta.prompt.token_bytes) + 3 * len(delta.prompt.token_ends)
+        size = end + len(data) + 4 * (len(ids) + len(delta.ids)) + logprob_bytes + prompt_bytes
+        if texts and size > MAX_DELTAS_BYTES:
             break
         texts.append(data)
         end += len(data)
@@ -117,6 +124,13 @@ def _to_wire(waiting: list[PendingDelta]) -> tuple[Deltas, int]:
         cached_tokens=array("i", [delta.cached_tokens for delta in batch]).tobytes(),
         logprobs=logprob_columns.to_wire([delta.logprobs for delta in batch]) if logprob_bytes else None,
         openings=_openings(batch),
+        prompts=tuple(
+            msgspec.structs.replace(delta.prompt, row=row)
+            for row, delta in enumerate(batch)
+            if delta.prompt is not None
+        )
+        if prompt_bytes
+        else (),
     )
     return message, len(batch)
 

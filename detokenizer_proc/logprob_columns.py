@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from asyncengine.wire.messages import LogprobColumns, StepFrame
+from asyncengine.wire.messages import LogprobColumns, PromptColumns, PromptLogprobs, StepFrame
 
 
 class StepLogprob(NamedTuple):
@@ -71,6 +71,12 @@ def step_logprobs(frame: StepFrame) -> Iterator[StepLogprob]:
         start = end
 
 
+def prompt_columns(prompt: PromptLogprobs, token_bytes: Callable[[int], bytes]) -> PromptColumns:
+    """With the items' bytes; of a request whose row is not known yet."""
+    pieces = list(map(token_bytes, memoryview(prompt.ids).cast("i")))
+    return PromptColumns(0, prompt, b"".join(pieces), _ends(map(len, pieces)))
+
+
 def to_wire(requests: Sequence[ShownLogprobs | None]) -> LogprobColumns | None:
     """The columns of all requests of a message, in order; None when none of them has any."""
     parts = [part for part in requests if part is not None]
@@ -87,5 +93,5 @@ def to_wire(requests: Sequence[ShownLogprobs | None]) -> LogprobColumns | None:
     )
 
 
-def _ends(sizes: list[int]) -> bytes:
+def _ends(sizes: Iterable[int]) -> bytes:
     return array("i", accumulate(sizes)).tobytes()

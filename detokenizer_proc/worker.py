@@ -19,7 +19,7 @@ from asyncengine.wire.messages import DetokenizeOptions, Finish, Open, StepFrame
 from asyncengine.wire.pipes import Pipes
 from asyncengine.wire.sidecar import HEARTBEAT_SECONDS, Reporter
 from detokenizer_proc.deltas import DeltaOutbox, PendingDelta
-from detokenizer_proc.logprob_columns import Entry, step_logprobs
+from detokenizer_proc.logprob_columns import Entry, prompt_columns, step_logprobs
 from detokenizer_proc.logprob_gate import LogprobGate
 from detokenizer_proc.stop_strings import StopAutomaton, StopSearch
 from detokenizer_proc.text_stream import TextStream
@@ -37,9 +37,9 @@ NO_TOKEN = -1
 
 class Row:
     """One open stream: the row that holds a slot in generation `gen`. gate: what its text passes, None when all is
-    shown at once."""
+    shown at once. no_output: its token is not shown at all."""
 
-    __slots__ = ("delta", "gate", "gen", "include_stop", "outbox", "slot", "stream")
+    __slots__ = ("delta", "gate", "gen", "include_stop", "no_output", "outbox", "slot", "stream")
 
     def __init__(
         self,
@@ -48,6 +48,7 @@ class Row:
         stream: TextStream,
         search: StopSearch | None,
         include_stop: bool,
+        no_output: bool,
         logprobs: bool,
         outbox: DeltaOutbox,
     ) -> None:
@@ -55,6 +56,7 @@ class Row:
         self.gen = opened.gen
         self.stream = stream
         self.include_stop = include_stop
+        self.no_output = no_output
         self.outbox = outbox
         self.delta = PendingDelta(opened)
         self.gate: StopSearch | LogprobGate | None = LogprobGate(search, self.delta) if logprobs else search
@@ -167,16 +169,19 @@ class Worker:
         )
         include_stop = options.include_stop_str_in_output
         search = StopSearch(self._automaton(options.stop), include_stop=include_stop) if options.stop else None
-        self._rows[opened.slot] = Row(
+        row = self._rows[opened.slot] = Row(
             opened,
             stream=stream,
             search=search,
             include_stop=include_stop,
+            no_output=options.no_output,
             logprobs=options.logprobs,
             outbox=self._outbox(opened.rid >> API_WORKER_SHIFT),
         )
         if options.prefix:
-            self._rows[opened.slot].delta.text.append(options.prefix)
+            row.delta.text.append(options.prefix)
+        if opened.prompt is not None:
+            row.delta.prompt = prompt_columns(opened.prompt, self._vocabulary.token_bytes)
 
     def _outbox(self, api_worker: int) -> DeltaOutbox:
         if api_worker not in self._outboxes:
@@ -196,6 +201,10 @@ class Worker:
 
     def _end(self, row: Row, token: int, finish: int) -> None:
         """The row ended in gpu_runner, perhaps with a last token. A stop token's text is shown only on request."""
+        if row.no_output and token != NO_TOKEN:
+            _unstage(row)
+            self._finish(row, "", Finish.LENGTH, -1)
+            return
         is_stop = finish == Finish.STOP
         if token != NO_TOKEN and not is_stop and not 0 <= token < self._vocabulary.size:
             self._end_with_bad_id(row, token)

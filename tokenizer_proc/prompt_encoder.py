@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from asyncengine.errors import InvalidRequestError
-from asyncengine.sampling import SamplingParams
+from asyncengine.sampling import MAX_PROMPT_LOGPROBS, SamplingParams
 from asyncengine.wire.messages import (
     DetokenizeOptions,
     EncodeChat,
@@ -95,6 +95,7 @@ class PromptEncoder:
             if ids is None:
                 raise InvalidRequestError("the prompt cannot be tokenized", param=param)
             self._check_ids(ids, params, param)
+            _check_prompt_logprobs(len(ids), params)
             max_tokens = self._max_tokens(len(ids), params, param)
         except InvalidRequestError as error:
             return refusal(job.rid, error)
@@ -106,12 +107,13 @@ class PromptEncoder:
             logprobs=params.logprobs is not None,
             shown_tokens=markup.shown_tokens,
             prefix=prefix,
+            no_output=max_tokens == 0,
         )
         return Generate(
             rid=job.rid,
             ids=ids.tobytes(),
             params=params,
-            max_tokens=max_tokens,
+            max_tokens=max(1, max_tokens),  # a row ends by a token, which the detokenizer drops
             detok=self._encoder.encode(options),
             namespace=job.namespace,
         )
@@ -180,6 +182,19 @@ class PromptEncoder:
                 param="min_tokens",
             )
         return room if params.max_tokens is None else params.max_tokens
+
+
+def _check_prompt_logprobs(prompt_tokens: int, params: SamplingParams) -> None:
+    if params.prompt_logprobs is None:
+        return
+    number = prompt_tokens * params.n * (1 + params.prompt_logprobs)
+    if number > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"log-probabilities of the prompt: its {prompt_tokens} tokens times n {params.n} times the "
+            f"{1 + params.prompt_logprobs} of a token are {number}, but a request may have {MAX_PROMPT_LOGPROBS}",
+            code="too_many_logprobs",
+            param="prompt_logprobs",
+        )
 
 
 def _leaves_open(rendered: Rendered, tag: str) -> bool:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from aiohttp import web
 
-from asyncengine.api.answer_parser import AnswerParser
 from asyncengine.api.backend import Backend, Prompt
 from asyncengine.api.errors import INTERNAL_ERROR, error_json
 from asyncengine.api.merge import News, merge
@@ -19,11 +18,18 @@ from asyncengine.api.sse import DONE, EventStream, event
 from asyncengine.api.usage import UsageCounter
 from asyncengine.errors import EngineError
 from asyncengine.sampling import SamplingParams
+from asyncengine.streams import Delta
 
 if TYPE_CHECKING:
     from asyncengine.api.tracing import RequestTrace
 
 logger = logging.getLogger(__name__)
+
+
+class DeltaParser(Protocol):
+    """Of one choice."""
+
+    def parse(self, delta: Delta) -> Delta: ...
 
 
 class Generation:
@@ -39,11 +45,11 @@ class Generation:
         namespace: str,
         shape: Shape,
         include_usage: bool,
-        parser: Callable[[], AnswerParser | None] = lambda: None,
+        parser: Callable[[int], DeltaParser | None] = lambda _: None,
         trace: RequestTrace | None = None,
     ) -> None:
-        """namespace: whose prefixes the prompts may share. parser: makes what takes a choice's text apart, or None.
-        trace: hears what becomes of it."""
+        """namespace: whose prefixes the prompts may share. parser: makes what the deltas of the choice at an index pass
+        through, or None. trace: hears what becomes of it."""
         self._backend = backend
         self._prompts = prompts
         self._params = params
@@ -52,7 +58,7 @@ class Generation:
         self._include_usage = include_usage
         self._usage = UsageCounter(n=params.n)
         self._new_parser = parser
-        self._parsers: dict[int, AnswerParser | None] = {}
+        self._parsers: dict[int, DeltaParser | None] = {}
         self._trace = trace
 
     async def respond(self, headers: Mapping[str, str]) -> web.Response:
@@ -121,14 +127,14 @@ class Generation:
                 yield self._take_in(news)
 
     def _take_in(self, news: News) -> News:
-        """Count the news; returns them with their text taken apart."""
+        """Count the news; returns them as the choices' parsers leave them."""
         if self._trace is not None:
             self._trace.take(news)
         parsed: News = []
         for index, delta in news:
             self._usage.add(index, delta)
             if index not in self._parsers:
-                self._parsers[index] = self._new_parser()
+                self._parsers[index] = self._new_parser(index)
             parser = self._parsers[index]
             parsed.append((index, delta if parser is None else parser.parse(delta)))
         return parsed

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from asyncengine.logprobs import TokenLogprob, TopLogprob
+from asyncengine.logprobs import PromptLogprob, TokenLogprob, TopLogprob
 
 
 class TopJson(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,13 +38,14 @@ class ChatLogprobsJson(msgspec.Struct, frozen=True, kw_only=True):
 class CompletionLogprobsJson(msgspec.Struct, frozen=True, kw_only=True):
     """Columns, one entry a token. Of several likely tokens that look the same, `top_logprobs` has the most likely.
 
-    text_offset: characters of the choice's text before the token. `content` is no part of OpenAI's schema: what a chat
-    would have, when token ids are asked for.
+    text_offset: characters of the choice's text before the token. With an echo the prompt's tokens come first; the very
+    first follows nothing and has null. `content` is no part of OpenAI's schema: what a chat would have of the generated
+    tokens, when token ids are asked for.
     """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
     content: list[EntryJson] | UnsetType = UNSET
 
@@ -53,22 +54,53 @@ def chat_logprobs(entries: Sequence[TokenLogprob], *, token_ids: bool) -> ChatLo
     return ChatLogprobsJson(content=[_entry(entry, token_ids) for entry in entries])
 
 
-def completion_logprobs(entries: Sequence[TokenLogprob], *, token_ids: bool) -> CompletionLogprobsJson:
+def completion_logprobs(
+    entries: Sequence[TokenLogprob], *, token_ids: bool, prompt: Sequence[PromptLogprob] = (), num_top: int = 0
+) -> CompletionLogprobsJson:
+    """prompt: the tokens of an echoed prompt, with at most `num_top` likely ones each."""
+    both: list[PromptLogprob | TokenLogprob] = [*prompt, *entries]
     return CompletionLogprobsJson(
-        tokens=[entry.text for entry in entries],
-        token_logprobs=[entry.logprob for entry in entries],
-        top_logprobs=[_by_text(entry) for entry in entries],
-        text_offset=[entry.text_offset for entry in entries],
+        tokens=[entry.text for entry in both],
+        token_logprobs=[entry.logprob for entry in both],
+        top_logprobs=[
+            *(_by_text(entry.text, entry.logprob, entry.top[:num_top]) for entry in prompt),
+            *(_by_text(entry.text, entry.logprob, entry.top) for entry in entries),
+        ],
+        text_offset=[entry.text_offset for entry in both],
         content=[_entry(entry, token_ids) for entry in entries] if token_ids else UNSET,
     )
 
 
-def _by_text(entry: TokenLogprob) -> dict[str, float]:
-    """The most likely tokens, and the generated one even when it is none of them."""
+class PromptItemJson(msgspec.Struct, frozen=True):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobsJson = list[dict[int, PromptItemJson] | None]
+"""As vLLM has them: for each token of a prompt itself and the most likely ones, by id; null for the first."""
+
+
+def prompt_logprobs(entries: Sequence[PromptLogprob], *, num_top: int) -> PromptLogprobsJson:
+    return [None if entry.logprob is None else dict(_prompt_items(entry, num_top)) for entry in entries]
+
+
+def _prompt_items(entry: PromptLogprob, num_top: int) -> Iterator[tuple[int, PromptItemJson]]:
+    assert entry.logprob is not None
+    assert entry.rank is not None
+    yield entry.token_id, PromptItemJson(entry.logprob, entry.rank, entry.text)
+    for rank, top in enumerate(entry.top[:num_top], start=1):
+        yield top.token_id, PromptItemJson(top.logprob, rank, top.text)
+
+
+def _by_text(text: str, logprob: float | None, likely: Sequence[TopLogprob]) -> dict[str, float] | None:
+    """The most likely tokens, and the one that is there even when it is none of them."""
+    if logprob is None:
+        return None
     tops: dict[str, float] = {}
-    for top in entry.top:
+    for top in likely:
         tops.setdefault(top.text, top.logprob)
-    tops.setdefault(entry.text, entry.logprob)
+    tops.setdefault(text, logprob)
     return tops
 
 

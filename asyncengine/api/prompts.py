@@ -9,6 +9,7 @@ from asyncengine.api.schema import (
     MAX_CHOICES,
     MAX_LOGPROBS_AT_ONCE,
     MAX_PLAIN_DATA_DEPTH,
+    MAX_PROMPT_LOGPROBS_AT_ONCE,
     MAX_PROMPTS,
     TEMPLATE_KWARGS,
     ChatRequest,
@@ -42,6 +43,16 @@ def completion_prompts(request: CompletionRequest) -> list[str | list[int]]:
             f"got {len(given)} prompts, n {request.num_choices} and logprobs {request.logprobs}",
             param="logprobs",
         )
+    asked = request.num_prompt_logprobs
+    if asked is not None:
+        size = sum(len(prompt) for prompt in given if not isinstance(prompt, int))
+        if size * request.num_choices * (1 + asked) > MAX_PROMPT_LOGPROBS_AT_ONCE:
+            raise InvalidRequestError(
+                f"the prompts' characters or ids times n times (1 + their log-probabilities) may be "
+                f"{MAX_PROMPT_LOGPROBS_AT_ONCE} in one request; got {size}, n {request.num_choices} and {asked}",
+                code="too_many_logprobs",
+                param="prompt",
+            )
     return given  # type: ignore[return-value]  # all are texts, or all lists of ids
 
 

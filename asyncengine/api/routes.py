@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 import msgspec
 from aiohttp import web
 
-from asyncengine.api.answer_parser import AnswerParser
 from asyncengine.api.backend import Backend, Prompt
 from asyncengine.api.chat_turn import chat_turn
+from asyncengine.api.echo import Echo
 from asyncengine.api.endpoints import ENGINE_CALL, NAMED_THING, Endpoint, Header
 from asyncengine.api.errors import NotFoundError
-from asyncengine.api.generation import Generation
+from asyncengine.api.generation import DeltaParser, Generation
 from asyncengine.api.prompts import completion_prompts
 from asyncengine.api.request_body import IGNORED_FIELDS, ignored_fields_header, json_body, json_response
 from asyncengine.api.schema import (
@@ -137,7 +137,16 @@ class Routes:
         parsed = parse_completion(await json_body(request))
         check_model(parsed.request.model, self._backend.info)
         prompts, params = completion_prompts(parsed.request), parsed.request.sampling_params()
-        return await self._generate(request, parsed, prompts, params, CompletionShape, received_ns)
+        texts = await self._texts(prompts) if parsed.request.echo else []
+        return await self._generate(
+            request,
+            parsed,
+            prompts,
+            params,
+            CompletionShape,
+            received_ns,
+            parser=lambda index: Echo(texts[index // params.n]) if texts else None,
+        )
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         received_ns = time.monotonic_ns()
@@ -146,10 +155,20 @@ class Routes:
         turn = chat_turn(parsed.request, self._backend.info)
         try:
             return await self._generate(
-                request, parsed, [turn.prompt], turn.params, ChatShape, received_ns, parser=turn.parser
+                request, parsed, [turn.prompt], turn.params, ChatShape, received_ns, parser=lambda _: turn.parser()
             )
         except InvalidRequestError as error:
             raise turn.refusal(error) from None
+
+    async def _texts(self, prompts: Sequence[str | list[int]]) -> list[str]:
+        """The prompts as texts. Raises `EngineError`."""
+        texts = []
+        for prompt in prompts:
+            try:
+                texts.append(prompt if isinstance(prompt, str) else await self._backend.detokenize(prompt))
+            except InvalidRequestError as error:
+                raise InvalidRequestError(error.message, code=error.code, param="prompt") from None
+        return texts
 
     async def cancel(self, request: web.Request) -> web.Response:
         name = request.match_info["id"]
@@ -172,7 +191,7 @@ class Routes:
         params: SamplingParams,
         shape: type[Shape],
         received_ns: int,
-        parser: Callable[[], AnswerParser | None] = lambda: None,
+        parser: Callable[[int], DeltaParser | None],
     ) -> web.StreamResponse:
         asked: GenerationRequest = parsed.request
         options = asked.stream_options
@@ -183,6 +202,8 @@ class Routes:
                 name=_request_name(request) or asked.request_id,
                 token_ids=bool(asked.return_token_ids),
                 logprobs=params.logprobs is not None,
+                echo_logprobs=asked.num_logprobs if isinstance(asked, CompletionRequest) and asked.echo else None,
+                prompt_logprobs=asked.prompt_logprobs,
                 include_usage=include_usage,
                 continuous_usage=options is not None and bool(options.continuous_usage_stats),
                 timings_from=received_ns if asked.timings else None,

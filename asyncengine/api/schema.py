@@ -28,6 +28,9 @@ MAX_CHOICES = 1024
 """Prompts times `n` in one request."""
 MAX_LOGPROBS_AT_ONCE = 4096
 """Choices of one request times the log-probabilities that each reports of a token."""
+MAX_PROMPT_LOGPROBS_AT_ONCE = 2**20
+"""Characters or ids of all prompts of a request, times `n`, times the log-probabilities that each token of a prompt
+reports."""
 MAX_MESSAGES = 4096
 MAX_TOOL_CALLS = 128
 MAX_PLAIN_DATA_DEPTH = 32
@@ -109,6 +112,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    prompt_logprobs: LogprobCount | None = None
     priority: Annotated[int, Meta(ge=-INT32_MAX, le=INT32_MAX)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -130,6 +134,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         """`SamplingParams.logprobs`; the two endpoints ask for it in ways of their own."""
         return None
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """`SamplingParams.prompt_logprobs`."""
+        return self.prompt_logprobs
+
     def sampling_params(self) -> SamplingParams:
         """Raises `InvalidRequestError` where fields contradict each other."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -146,6 +155,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
             logit_bias=tuple((self.logit_bias or {}).items()),
             logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
             seed=self.seed,
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
@@ -158,15 +168,22 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
-    """Body of /v1/completions. `max_tokens` null, other than missing, means up to the model's context length."""
+    """Body of /v1/completions. `max_tokens` null, other than missing, means up to the model's context length; 0 is for
+    an echo of the prompt. echo: each choice begins with its prompt, and so do its log-probabilities."""
 
     prompt: str | Prompts
-    max_tokens: TokenCount | None = DEFAULT_COMPLETION_TOKENS
+    max_tokens: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = DEFAULT_COMPLETION_TOKENS
     logprobs: LogprobCount | None = None
+    echo: bool | None = None
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        asked = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        return max((count for count in asked if count is not None), default=None)
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -227,6 +244,8 @@ def parse_completion(body: bytes) -> Parsed[CompletionRequest]:
     """Raises `InvalidRequestError`."""
     request = decode_body(body, _COMPLETION)
     _check_stream_options(request)
+    if request.max_tokens == 0 and request.max_completion_tokens is None and not request.echo:
+        raise InvalidRequestError("max_tokens 0 is only allowed with echo", param="max_tokens")
     given = decode_body(body, FIELDS)
     return Parsed(request, ignored_fields(given, CompletionRequest.__struct_fields__, NO_EFFECT_IN_COMPLETIONS))
 

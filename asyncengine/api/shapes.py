@@ -13,11 +13,18 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from asyncengine.api.chat_messages import AssistantMessageJson, FunctionCallJson, ToolCallJson, delta_json
-from asyncengine.api.logprobs import ChatLogprobsJson, CompletionLogprobsJson, chat_logprobs, completion_logprobs
+from asyncengine.api.logprobs import (
+    ChatLogprobsJson,
+    CompletionLogprobsJson,
+    PromptLogprobsJson,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+)
 from asyncengine.api.sse import event
 from asyncengine.api.timings import TimingsJson, timings
 from asyncengine.api.usage import Usage, usage_of
-from asyncengine.logprobs import TokenLogprob
+from asyncengine.logprobs import PromptLogprob, TokenLogprob
 from asyncengine.streams import FINISH_REASONS, Delta
 from asyncengine.timeline import Timeline
 
@@ -40,6 +47,7 @@ class Answer:
         self._calls: list[_Call] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[PromptLogprob] | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.timeline: Timeline | None = None
@@ -53,6 +61,8 @@ class Answer:
             self._calls[call.index].arguments.append(call.arguments)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         self.timeline = delta.timeline
 
@@ -91,6 +101,7 @@ class ChoiceJson(msgspec.Struct, frozen=True, kw_only=True):
 class CompletionChoiceJson(ChoiceJson, frozen=True, kw_only=True):
     text: str
     logprobs: CompletionLogprobsJson | None
+    prompt_logprobs: PromptLogprobsJson | UnsetType = UNSET
 
 
 class ChatChoiceJson(ChoiceJson, frozen=True, kw_only=True):
@@ -107,6 +118,7 @@ class ResponseJson(msgspec.Struct, Generic[C], frozen=True, kw_only=True):
     created: int
     model: str
     choices: list[C]
+    prompt_logprobs: PromptLogprobsJson | UnsetType = UNSET
     usage: Usage
 
 
@@ -121,14 +133,17 @@ class ChatCompletionJson(ResponseJson[ChatChoiceJson], frozen=True, kw_only=True
 class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """name: the client's own for the request, which becomes part of its id; None draws one. token_ids: choices carry
     their token ids. logprobs: whole choices have log-probabilities, though perhaps of no token; a chunk has those that
-    its delta has, else null. include_usage: a last chunk with the total usage is promised, so the others say null.
-    continuous_usage: every chunk with news carries its choice's usage so far. timings_from: choices that have ended
-    have timings, since this time (ns); None for none.
+    its delta has, else null. echo_logprobs: they begin with those of the echoed prompt, with so many likely tokens
+    each. prompt_logprobs: how many likely tokens `prompt_logprobs` have of each of a prompt's. include_usage: a last
+    chunk with the total usage is promised, so the others say null. continuous_usage: every chunk with news carries its
+    choice's usage so far. timings_from: choices that have ended have timings, since this time (ns); None for none.
     """
 
     name: str | None = None
     token_ids: bool = False
     logprobs: bool = False
+    echo_logprobs: int | None = None
+    prompt_logprobs: int | None = None
     include_usage: bool = False
     continuous_usage: bool = False
     timings_from: int | None = None
@@ -141,6 +156,8 @@ class Shape(ABC):
     object: ClassVar[str]
     chunk_object: ClassVar[str]
     response_type: ClassVar[type[ResponseJson[Any]]]
+    prompt_is_a_choices: ClassVar[bool]
+    """Whether `prompt_logprobs` belong to choices, or once to the response."""
     text_members: ClassVar[tuple[bytes, bytes]]
     """What comes before and after a choice's text in a chunk."""
 
@@ -150,6 +167,8 @@ class Shape(ABC):
         self._model = model
         self._token_ids = options.token_ids
         self._logprobs = options.logprobs
+        self._echo_logprobs = options.echo_logprobs
+        self._prompt_logprobs = options.prompt_logprobs
         self._continuous_usage = options.continuous_usage
         self._timings_from = options.timings_from
         head = {"id": self.id, "object": self.chunk_object, "created": self._created, "model": model}
@@ -168,7 +187,10 @@ class Shape(ABC):
     def _choice(self, index: int, answer: Answer) -> ChoiceJson: ...
 
     @abstractmethod
-    def _logprobs_json(self, entries: Sequence[TokenLogprob]) -> CompletionLogprobsJson | ChatLogprobsJson: ...
+    def _logprobs_json(
+        self, entries: Sequence[TokenLogprob], prompt: Sequence[PromptLogprob]
+    ) -> CompletionLogprobsJson | ChatLogprobsJson:
+        """prompt: of an echoed one; none for others."""
 
     def usage_chunk(self, usage: Usage) -> bytes:
         """The event after the last choice has finished."""
@@ -178,11 +200,19 @@ class Shape(ABC):
         """The whole response, of choice index -> answer."""
         choices = [self._choice(index, answers[index]) for index in sorted(answers)]
         response = self.response_type(
-            id=self.id, object=self.object, created=self._created, model=self._model, choices=choices, usage=usage
+            id=self.id,
+            object=self.object,
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            prompt_logprobs=UNSET if self.prompt_is_a_choices else self._prompt_json(answers[0].prompt_logprobs),
+            usage=usage,
         )
         return encode(response)
 
     def _has_news(self, delta: Delta) -> bool:
+        if delta.prompt_logprobs and self._prompt_logprobs is not None:
+            return True
         if delta.text or delta.logprobs or delta.finish_reason is not None or delta.reasoning or delta.tool_calls:
             return True
         return bool(delta.token_ids) and (self._token_ids or self._continuous_usage)
@@ -191,7 +221,7 @@ class Shape(ABC):
         """What nearly all deltas are: `_text_event` writes them at a fraction of the cost."""
         if not self._text_is_all or delta.finish_reason is not None or delta.text == "":
             return False
-        return not (delta.logprobs or delta.reasoning or delta.tool_calls)
+        return not (delta.logprobs or delta.reasoning or delta.tool_calls or delta.prompt_logprobs)
 
     def _text_event(self, index: int, text: str) -> bytes:
         return self._before_text % index + encode(text) + self._after_text
@@ -199,7 +229,10 @@ class Shape(ABC):
     def _event(self, index: int, content: bytes, delta: Delta) -> bytes:
         """content: the JSON members that hold the choice's text."""
         finish = b"null" if delta.finish_reason is None else b'"%b"' % delta.finish_reason.encode()
-        logprobs = encode(self._logprobs_json(delta.logprobs)) if delta.logprobs else b"null"
+        echoed = self._echoed(delta.prompt_logprobs)
+        logprobs = encode(self._logprobs_json(delta.logprobs, echoed)) if delta.logprobs or echoed else b"null"
+        prompt = self._prompt_json(delta.prompt_logprobs)
+        prompt_member = b"" if prompt is UNSET else b',"prompt_logprobs":' + encode(prompt)
         parts = [self._head, b'{"index":%d,' % index, content, b',"logprobs":', logprobs, b',"finish_reason":', finish]
         if delta.stop_reason is not None:
             parts += (b',"stop_reason":', encode(delta.stop_reason))
@@ -207,10 +240,15 @@ class Shape(ABC):
             parts += (b',"token_ids":', encode(delta.token_ids))
         if isinstance(spent := self._timings(delta.timeline), TimingsJson):
             parts += (b',"timings":', encode(spent))
-        if self._continuous_usage:
-            parts += (b'}],"usage":', encode(usage_of(delta)), b"}")
+        if self.prompt_is_a_choices:
+            parts.append(prompt_member)
+            end = b"}]"
         else:
-            parts += (b"}]", self._tail)
+            end = b"}]" + (b"" if index else prompt_member)
+        if self._continuous_usage:
+            parts += (end, b',"usage":', encode(usage_of(delta)), b"}")
+        else:
+            parts += (end, self._tail)
         return event(b"".join(parts))
 
     def _timings(self, timeline: Timeline | None) -> TimingsJson | UnsetType:
@@ -219,11 +257,20 @@ class Shape(ABC):
     def _ids(self, answer: Answer) -> list[int] | UnsetType:
         return answer.token_ids if self._token_ids else UNSET
 
+    def _echoed(self, prompt: list[PromptLogprob] | None) -> list[PromptLogprob]:
+        return [] if prompt is None or self._echo_logprobs is None else prompt
+
+    def _prompt_json(self, prompt: list[PromptLogprob] | None) -> PromptLogprobsJson | UnsetType:
+        if prompt is None or self._prompt_logprobs is None:
+            return UNSET
+        return prompt_logprobs(prompt, num_top=self._prompt_logprobs)
+
 
 class CompletionShape(Shape):
     id_prefix = "cmpl"
     object = chunk_object = "text_completion"
     response_type = CompletionJson
+    prompt_is_a_choices = True
     text_members = (b'"text":', b"")
 
     def chunk(self, index: int, delta: Delta) -> bytes:
@@ -235,15 +282,21 @@ class CompletionShape(Shape):
         return CompletionChoiceJson(
             index=index,
             text=answer.text,
-            logprobs=self._logprobs_json(answer.logprobs) if self._logprobs else None,
+            prompt_logprobs=self._prompt_json(answer.prompt_logprobs),
+            logprobs=self._logprobs_json(answer.logprobs, self._echoed(answer.prompt_logprobs))
+            if self._logprobs
+            else None,
             finish_reason=answer.finish_reason,
             stop_reason=UNSET if answer.stop_reason is None else answer.stop_reason,
             token_ids=self._ids(answer),
             timings=self._timings(answer.timeline),
         )
 
-    def _logprobs_json(self, entries: Sequence[TokenLogprob]) -> CompletionLogprobsJson:
-        return completion_logprobs(entries, token_ids=self._token_ids)
+    def _logprobs_json(
+        self, entries: Sequence[TokenLogprob], prompt: Sequence[PromptLogprob]
+    ) -> CompletionLogprobsJson:
+        num_top = self._echo_logprobs or 0
+        return completion_logprobs(entries, token_ids=self._token_ids, prompt=prompt, num_top=num_top)
 
 
 class ChatShape(Shape):
@@ -253,6 +306,7 @@ class ChatShape(Shape):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     response_type = ChatCompletionJson
+    prompt_is_a_choices = False
     text_members = (b'"delta":{"content":', b"}")
     _ROLE = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
 
@@ -275,14 +329,14 @@ class ChatShape(Shape):
         return ChatChoiceJson(
             index=index,
             message=_message_of(answer),
-            logprobs=self._logprobs_json(answer.logprobs) if self._logprobs else None,
+            logprobs=self._logprobs_json(answer.logprobs, []) if self._logprobs else None,
             finish_reason=answer.finish_reason,
             stop_reason=UNSET if answer.stop_reason is None else answer.stop_reason,
             token_ids=self._ids(answer),
             timings=self._timings(answer.timeline),
         )
 
-    def _logprobs_json(self, entries: Sequence[TokenLogprob]) -> ChatLogprobsJson:
+    def _logprobs_json(self, entries: Sequence[TokenLogprob], prompt: Sequence[PromptLogprob]) -> ChatLogprobsJson:
         return chat_logprobs(entries, token_ids=self._token_ids)
 
 

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from asyncengine.api.chat_messages import DeltaJson
-from asyncengine.api.logprobs import ChatLogprobsJson, CompletionLogprobsJson
+from asyncengine.api.logprobs import ChatLogprobsJson, CompletionLogprobsJson, PromptLogprobsJson
 from asyncengine.api.shapes import ChoiceJson
 from asyncengine.api.usage import Usage
 
@@ -18,6 +18,7 @@ class CompletionChunkChoiceJson(ChoiceJson, frozen=True, kw_only=True):
 
     text: str
     logprobs: CompletionLogprobsJson | None
+    prompt_logprobs: PromptLogprobsJson | UnsetType = UNSET
 
 
 class ChatChunkChoiceJson(ChoiceJson, frozen=True, kw_only=True):
@@ -47,3 +48,5 @@ class CompletionChunkJson(ChunkJson[CompletionChunkChoiceJson], frozen=True, kw_
 
 class ChatCompletionChunkJson(ChunkJson[ChatChunkChoiceJson], frozen=True, kw_only=True):
     """News of one choice of a chat."""
+
+    prompt_logprobs: PromptLogprobsJson | UnsetType = UNSET

@@ -26,7 +26,6 @@ _BOTH: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
-    "prompt_logprobs": (),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
@@ -37,7 +36,6 @@ NO_EFFECT_IN_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
     **_BOTH,
     "add_special_tokens": (True,),
     "best_of": (1,),
-    "echo": (False,),
     "prompt_embeds": (),
     "suffix": ("",),
 }

@@ -163,7 +163,8 @@ class StopHit(Wire, frozen=True, tag=11):
 class DetokenizeOptions(Wire, frozen=True, tag=20):
     """How one row's tokens become text. `prompt_tail`: int32 array, the prompt's last ids (context for decoders that
     need some). `logprobs`: the row's tokens come with log-probabilities. `shown_tokens`: as in `Markup`. `prefix`: the
-    text begins with it, though no token wrote it."""
+    text begins with it, though no token wrote it. no_output: the row's one token is dropped, as if it had ended with
+    LENGTH before it."""
 
     stop: tuple[str, ...]
     skip_special_tokens: bool
@@ -172,13 +173,29 @@ class DetokenizeOptions(Wire, frozen=True, tag=20):
     logprobs: bool = False
     shown_tokens: tuple[str, ...] = ()
     prefix: str = ""
+    no_output: bool = False
+
+
+class PromptLogprobs(Wire, frozen=True, tag=23):
+    """A prompt's tokens with their log-probabilities: E tokens, each with one item for itself and then those of the
+    most likely tokens at its position, falling; I items.
+
+    item_ends: int32 [E], end offset of each token's items. ids: int32 [I]. logprobs: float32 [I], NaN for the prompt's
+    first token, which follows nothing and has no other item. ranks: int32 [E], 1 = the most likely token; 0 for the
+    first.
+    """
+
+    item_ends: bytes
+    ids: bytes
+    logprobs: bytes
+    ranks: bytes
 
 
 class Open(Wire, frozen=True, tag=21):
     """A row's first appearance, in the same frame as its first token (or as its end, if it ends without one).
 
     queued_ns, started_ns, first_token_ns: when gpu_runner took it in, first planned it and had its first token; by
-    CLOCK_MONOTONIC, 0 = not told.
+    CLOCK_MONOTONIC, 0 = not told. prompt: where the request asks for its log-probabilities.
     """
 
     slot: int
@@ -190,6 +207,7 @@ class Open(Wire, frozen=True, tag=21):
     queued_ns: int = 0
     started_ns: int = 0
     first_token_ns: int = 0
+    prompt: PromptLogprobs | None = None
 
 
 class StepFrame(Wire, frozen=True, tag=22):
@@ -237,6 +255,16 @@ class LogprobColumns(Wire, frozen=True, tag=33):
     token_ends: bytes
 
 
+class PromptColumns(Wire, frozen=True, tag=24):
+    """The prompt of a request of a `Deltas`, `row` being its place in it. token_bytes: blob of the items' bytes,
+    token_ends: int32 [I], end offset of each."""
+
+    row: int
+    logprobs: PromptLogprobs
+    token_bytes: bytes
+    token_ends: bytes
+
+
 class Openings(Wire, frozen=True, tag=35):
     """Requests of a `Deltas` that appear for the first time. rows: int32 [O], their places in it. stamps: int64 [O, 3],
     `queued_ns`, `started_ns` and `first_token_ns` of each one's `Open`."""
@@ -256,6 +284,7 @@ class Deltas(Wire, frozen=True, tag=30):
     logprobs: None unless a request asked. A request's entries belong to its first tokens in order and come with the
     text those tokens began, so they may come later than the token's id, and not at all (see
     `detokenizer_proc.logprob_gate`).
+    prompts: of the requests that asked for their prompt's log-probabilities and appear for the first time.
     """
 
     rids: bytes
@@ -269,6 +298,7 @@ class Deltas(Wire, frozen=True, tag=30):
     cached_tokens: bytes
     logprobs: LogprobColumns | None = None
     openings: Openings | None = None
+    prompts: tuple[PromptColumns, ...] = ()
 
 
 class Encoded(Wire, frozen=True, tag=31):

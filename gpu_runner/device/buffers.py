@@ -19,9 +19,9 @@ from asyncengine.config import MAX_BIAS_IDS, PAGE_SIZE
 from gpu_runner.device.sampling_path import SamplingPath
 from gpu_runner.device.stream import Mark
 from gpu_runner.kernels import upload_layout
-from gpu_runner.kernels.result_layout import Results, result_words, token_words
+from gpu_runner.kernels.result_layout import Results, Scores, result_words, score_words, token_words
 from gpu_runner.kernels.upload_layout import Upload
-from gpu_runner.schedule.plan import Int32, StartRows, StepLogprobs, StepPlan
+from gpu_runner.schedule.plan import Int32, StartRows, StepLogprobs, StepPlan, StepScores
 
 MAX_IN_FLIGHT = 2
 RING_DEPTH = MAX_IN_FLIGHT + 1
@@ -39,6 +39,7 @@ class PackedStep(NamedTuple):
     num_decode_rows: int
     num_tokens: int
     num_samples: int
+    num_scores: int
     row_start: Int32  # [R]
     row_len: Int32  # [R]
 
@@ -53,7 +54,7 @@ class RingSlot:
     for."""
 
     upload: Tensor  # [upload_words] int32
-    results: Tensor  # [result_words] int32
+    results: Tensor  # [result_words + score_words] int32
     upload_array: Int32  # the memory of `upload`
     times: NDArray[np.int64]  # [2] of `results`, as the two below
     tokens: Int32  # [num_slots]
@@ -62,13 +63,15 @@ class RingSlot:
     num_tops: Int32  # [num_slots]
     top_ids: Int32  # [num_slots, MAX_TOP_LOGPROBS]
     top_logprobs: NDArray[np.float32]  # [num_slots, MAX_TOP_LOGPROBS]
+    scores: Scores  # of `results`
     mark: Mark
 
     @classmethod
     def allocate(cls, *, upload_words: int, num_slots: int, pinned: bool, mark: Mark) -> RingSlot:
         upload = torch.empty(upload_words, dtype=torch.int32, pin_memory=pinned)
-        results = torch.empty(result_words(num_slots), dtype=torch.int32, pin_memory=pinned)
-        parts = Results.of(results)
+        words = result_words(num_slots)
+        results = torch.empty(words + score_words(num_slots), dtype=torch.int32, pin_memory=pinned)
+        parts = Results.of(results[:words])
         return cls(
             upload=upload,
             results=results,
@@ -80,12 +83,13 @@ class RingSlot:
             num_tops=parts.num_tops.numpy(),
             top_ids=parts.top_ids.numpy(),
             top_logprobs=parts.top_logprobs.numpy(),
+            scores=Scores.of(results[words:]),
             mark=mark,
         )
 
     def wanted_words(self, path: SamplingPath) -> int:
-        """How much of the results the host reads behind a step of that path."""
-        return len(self.results) if path.logprobs else token_words(len(self.tokens))
+        """How much of the results, scores aside, the host reads behind a step of that path."""
+        return (result_words if path.logprobs else token_words)(len(self.tokens))
 
     def read_logprobs(self, rows: Int32) -> StepLogprobs:
         """Of those of `rows` that got a token; copies."""
@@ -99,6 +103,19 @@ class RingSlot:
             top_ends=np.cumsum(counts, dtype=np.int32),
             top_ids=self.top_ids[:, :most][rows][listed],
             top_logprobs=self.top_logprobs[:, :most][rows][listed],
+        )
+
+    def read_scores(self, count: int) -> StepScores:
+        """Of the step's `count` scored tokens; copies."""
+        scores = self.scores
+        counts = scores.num_tops[:count].numpy()
+        listed = np.arange(scores.top_ids.shape[1], dtype=np.int32) < counts[:, None]
+        return StepScores(
+            logprobs=scores.logprobs[:count].numpy().copy(),
+            ranks=scores.ranks[:count].numpy().copy(),
+            top_ends=np.cumsum(counts, dtype=np.int32),
+            top_ids=scores.top_ids[:count].numpy()[listed],
+            top_logprobs=scores.top_logprobs[:count].numpy()[listed],
         )
 
 
@@ -189,6 +206,7 @@ def pack(
         bias_cell=_bias_cells(start) if len(start.bias_ids) else start.bias_ids,
         bias_id=start.bias_ids,
         bias_value=start.bias_values,
+        scores=plan.scores,
     )
     return PackedStep(
         turn=turn,
@@ -199,6 +217,7 @@ def pack(
         num_decode_rows=plan.num_decode_rows,
         num_tokens=plan.num_tokens,
         num_samples=len(sample_row),
+        num_scores=len(plan.scores),
         row_start=plan.row_start,
         row_len=plan.row_len,
     )

@@ -121,6 +121,7 @@ class Executor:
             device_begin_ns=int(slot.times[0]),
             device_end_ns=int(slot.times[1]),
             logprobs=None if logprob_rows is None else slot.read_logprobs(logprob_rows),
+            scores=slot.read_scores(len(plan.scores)) if len(plan.scores) else None,
         )
 
     def close(self) -> None:

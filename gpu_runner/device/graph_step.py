@@ -3,14 +3,16 @@
     decode graph, by variant and token bucket                     step_meta, layers, head, sample, post_update
 
     forward graph, by token bucket and by whether rows prefill    fetch, step_meta, layers
+    score graph, by row bucket                                    head, log-probabilities of prompts, deliver
     finish graph, by variant and row bucket                       head, sample, post_update, deliver
 
 The first is for steps of few rows that all decode and need nothing special, where the gap between two graphs would
 show. Where the plan is small, `step_meta` fetches it; where results are but tokens, `post_update` delivers them.
 
-All that differs between steps of one size lies in device memory at fixed addresses: the uploaded plan, the state of the
-slots, the step's layout (`StepMeta`), the work lists. The graphs share one memory pool: they run one after the other on
-one stream, and pass results on only through buffers allocated here.
+All that differs between steps of one size lies in device memory at fixed addresses: the uploaded plan, the state of
+the slots, the step's layout (`StepMeta`), the work lists. The score graph is replayed between the two by steps that
+score tokens of prompts. The graphs share one memory pool: they run one after the other on one stream, and pass
+results on only through buffers allocated here.
 """
 
 from __future__ import annotations
@@ -30,11 +32,12 @@ from gpu_runner.kernels import norm_rope
 from gpu_runner.kernels.cuda_ops import CudaMeta
 from gpu_runner.kernels.head import HeadSampler
 from gpu_runner.kernels.head_config import choose_head
-from gpu_runner.kernels.host_ring import HostRing, deliver, fetch
+from gpu_runner.kernels.host_ring import HostRing, deliver, deliver_scores, fetch
 from gpu_runner.kernels.post_update import post_update, post_update_to_host
-from gpu_runner.kernels.result_layout import Results, result_words
+from gpu_runner.kernels.result_layout import Results, Scores, result_words, score_words
 from gpu_runner.kernels.sample import Sampler
 from gpu_runner.kernels.sample_full import FullSampling
+from gpu_runner.kernels.score_prompt import PromptScorer
 from gpu_runner.kernels.step_meta import new_step_meta, step_meta
 from gpu_runner.kernels.work_list import LONE_ROWS, LONE_SPLIT_STEP, allocate_work_list, build_work_list
 from gpu_runner.models.config import ModelConfig
@@ -112,6 +115,12 @@ class GraphStep:
         self._full = FullSampling(max_rows=max_rows, vocab=model.vocab_size, device=device, pdl=pdl)
         self._results = torch.zeros(result_words(len(state.done)), dtype=torch.int32, device=device)
         self._parts = Results.of(self._results)
+        # of steps that prefill, for the score graph to find some of its rows
+        self._residual = torch.zeros(max_step_tokens, model.hidden_size, dtype=dtype, device=device)
+        self._score_hidden = torch.zeros(max_rows, model.hidden_size, dtype=dtype, device=device)
+        self._scorer = PromptScorer(self._full, state, max_rows=max_rows, pdl=pdl)
+        self._scores = torch.zeros(score_words(len(state.done)), dtype=torch.int32, device=device)
+        self._score_graphs: dict[int, Graph] = {}
         self._forward_graphs: dict[tuple[int, bool], Graph] = {}
         self._finish_graphs: dict[tuple[Variant, int], Graph] = {}
         self._decode_graphs: dict[tuple[Variant, int], Graph] = {}
@@ -136,6 +145,8 @@ class GraphStep:
             decode.replay()
             return
         self._forward_graphs[step.bucket, step.num_decode_rows < step.num_tokens].replay()
+        if step.num_scores:
+            self._score_graphs[bucket_for(self._row_buckets, step.num_scores)].replay()
         self._finish_graphs[self._finish_key(step)].replay()
 
     def run_largest(self) -> None:
@@ -161,6 +172,7 @@ class GraphStep:
             kinds.append(
                 [self._decode_work(variant, bucket) for bucket in reversed(self._token_buckets) if bucket <= whole]
             )
+        kinds.append([self._score_work(rows) for rows in reversed(self._row_buckets)])
         return [*kinds, [self._finish_work("none", 0)]]
 
     def drop_graphs(self) -> None:
@@ -168,6 +180,7 @@ class GraphStep:
         self._forward_graphs.clear()
         self._finish_graphs.clear()
         self._decode_graphs.clear()
+        self._score_graphs.clear()
 
     def capture(self, progress: Callable[[int, int], None]) -> None:
         """Capture every graph on the current stream, the largest first. progress: graphs done, and in all."""
@@ -198,6 +211,9 @@ class GraphStep:
             lambda: self._finish(variant, self._sample_hidden[:rows]),
             lambda graph: self._finish_graphs.__setitem__((variant, rows), graph),
         )
+
+    def _score_work(self, rows: int) -> Work:
+        return lambda: self._score(rows), lambda graph: self._score_graphs.__setitem__(rows, graph)
 
     def _decode_work(self, variant: Variant, bucket: int) -> Work:
         """Of a step whose tokens are one of each row, all of which sample: the residuals are those of the samples."""
@@ -243,7 +259,16 @@ class GraphStep:
                 pdl=self._pdl,
             )
         layers = CudaMeta(step=meta, work=self._work, page_table=page_table, prefill=prefill)
-        return self._decoder.forward(meta.token_ids[:num_tokens], layers, self.kv_cache)
+        residual = self._residual[:num_tokens] if prefill else None
+        return self._decoder.forward(meta.token_ids[:num_tokens], layers, self.kv_cache, residual=residual)
+
+    def _score(self, rows: int) -> None:
+        """From the residuals of a step that prefills to the scores that its plan asks for, at most `rows`."""
+        token, hidden = self._scorer.unpack(self._inputs, rows), self._score_hidden[:rows]
+        norm_rope.embedding(token, self._residual, out=hidden, pdl=self._pdl)
+        scores = self._scores
+        self._scorer.score(self._decoder.logits(hidden), self._page_tokens, Scores.of(scores))
+        deliver_scores(self._host_ring, self._inputs, scores, first_word=len(self._results), pdl=self._pdl)
 
     def _finish(self, variant: Variant, hidden: Tensor) -> None:
         """From those residuals to the results. hidden: [N, hidden], N at least the step's samples."""

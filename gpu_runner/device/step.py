@@ -22,7 +22,7 @@ from gpu_runner.kernels import reference_adjust, reference_sampling
 from gpu_runner.kernels.ops import BatchMeta
 from gpu_runner.kernels.reference_adjust import AdjustRows
 from gpu_runner.kernels.reference_sampling import SamplingRows
-from gpu_runner.kernels.result_layout import Results, result_words
+from gpu_runner.kernels.result_layout import Results, Scores, result_words, score_words
 
 
 class DecoderLike(Protocol):
@@ -58,8 +58,10 @@ class Step:
         # the token id at each place of the KV cache
         self._page_tokens = torch.zeros(kv_cache.shape[2], PAGE_SIZE, dtype=torch.int32, device=device)
         self._inputs = torch.zeros(upload_words, dtype=torch.int32, device=device)
-        self._results = torch.zeros(result_words(num_slots), dtype=torch.int32, device=device)
-        self._parts = Results.of(self._results)
+        self._result_words = result_words(num_slots)
+        self._results = torch.zeros(self._result_words + score_words(num_slots), dtype=torch.int32, device=device)
+        self._parts = Results.of(self._results[: self._result_words])
+        self._scores = Scores.of(self._results[self._result_words :])
         # of a GPU the host's clock would tell when work was queued, not when it ran
         self._times = self._parts.times.numpy() if device.type == "cpu" else None
         self._ring: tuple[RingSlot, ...] = ()
@@ -94,10 +96,15 @@ class Step:
         if len(row):
             last_hidden = hidden.index_select(0, inputs.sample_token)
             tokens[row], finish[row] = self._next_tokens(step, last_hidden, row, slot[row], was_done[row])
+        if step.num_scores:
+            self._score(inputs.scores, hidden)
         if self._times is not None:
             self._times[:] = begin, time.monotonic_ns()
-        wanted = step.result_words
-        self._ring[step.turn].results[:wanted].copy_(self._results[:wanted], non_blocking=True)
+        results, words = self._ring[step.turn].results, step.result_words
+        results[:words].copy_(self._results[:words], non_blocking=True)
+        if step.num_scores:
+            scores = slice(self._result_words, None)
+            results[scores].copy_(self._results[scores], non_blocking=True)
 
     def _start_rows(self, step: PackedStep, inputs: UploadViews) -> None:
         state = self._state
@@ -196,6 +203,16 @@ class Step:
         tops = reference_adjust.top_logprobs(logits, sampled, wanted, most=parts.top_ids.shape[1])
         parts.logprobs[row], parts.num_tops[row] = tops.chosen, tops.count
         parts.top_ids[row], parts.top_logprobs[row] = tops.ids, tops.values
+
+    def _score(self, scores: Tensor, hidden: Tensor) -> None:
+        """scores: [N, SCORE_WORDS], as uploaded. hidden: [T, hidden]."""
+        token, target, wanted = scores.unbind(1)
+        logits = self._decoder.logits(hidden.index_select(0, token))
+        parts, count = self._scores, len(scores)
+        tops = reference_adjust.top_logprobs(logits, target, wanted, most=parts.top_ids.shape[1])
+        parts.logprobs[:count], parts.num_tops[:count] = tops.chosen, tops.count
+        parts.top_ids[:count], parts.top_logprobs[:count] = tops.ids, tops.values
+        parts.ranks[:count] = reference_adjust.ranks(logits, target)
 
     def _sample(self, step: PackedStep, logits: Tensor, slot: Tensor, index: Tensor) -> Tensor:
         state = self._state

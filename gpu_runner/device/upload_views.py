@@ -7,7 +7,7 @@ from torch import Tensor
 
 from asyncengine.config import MAX_STOP_IDS
 from gpu_runner.device.buffers import PackedStep
-from gpu_runner.kernels.upload_layout import count_word, offset_word
+from gpu_runner.kernels.upload_layout import SCORE_WORDS, count_word, offset_word
 
 START_SECTIONS = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "limit", "min_tokens_until", "stop_ids", "prompt_len"),
@@ -80,6 +80,11 @@ class UploadViews:
     @property
     def bias_value(self) -> Tensor:
         return self._words("bias_value", self._biases).view(torch.float32)
+
+    @property
+    def scores(self) -> Tensor:
+        """[N, SCORE_WORDS]"""
+        return self._words("scores", self._step.num_scores * SCORE_WORDS).view(-1, SCORE_WORDS)
 
     def start(self, name: str) -> Tensor:
         """One of `START_SECTIONS`, a row for each starting slot."""

@@ -67,8 +67,8 @@ class CudaOps:
         scratch = linear.SplitScratch.allocate(max_values=values, max_tiles=tiles, device=device)
         return cls(device, scratch=scratch, pdl=pdl)
 
-    def embed(self, token_ids: Tensor, embedding: Tensor) -> Tensor:
-        return norm_rope.embedding(token_ids, embedding, pdl=self._pdl)
+    def embed(self, token_ids: Tensor, embedding: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return norm_rope.embedding(token_ids, embedding, out=out, pdl=self._pdl)
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
         config = self._choose(x, weight)

@@ -76,6 +76,15 @@ def fetch(ring: HostRing, inputs: Tensor, *, num_tokens: int, pdl: bool = True) 
 def deliver(ring: HostRing, inputs: Tensor, results: Tensor, *, pdl: bool = True) -> None:
     """Write as many of `results`, [words] int32, to the turn's buffer as the plan in `inputs` asks for; then the next
     turn begins. Once the graph has ended, the host may read them. Fixed in a graph: all addresses."""
+    _deliver(ring, inputs, results, first_word=0, ends_step=True, pdl=pdl)
+
+
+def deliver_scores(ring: HostRing, inputs: Tensor, scores: Tensor, *, first_word: int, pdl: bool = True) -> None:
+    """Write `scores`, [words] int32, to the turn's buffer of results from `first_word` on; the turn goes on."""
+    _deliver(ring, inputs, scores, first_word=first_word, ends_step=False, pdl=pdl)
+
+
+def _deliver(ring: HostRing, inputs: Tensor, results: Tensor, *, first_word: int, ends_step: bool, pdl: bool) -> None:
     pdl = pdl and inputs.device.type != "cpu"
     _deliver_kernel[(min(triton.cdiv(len(results), BLOCK), MAX_PROGRAMS),)](
         ring.uploads,
@@ -84,9 +93,11 @@ def deliver(ring: HostRing, inputs: Tensor, results: Tensor, *, pdl: bool = True
         inputs,
         results,
         len(results),
+        first_word,
         RESULT_WORD=RESULT_WORDS_WORD,
         TURN=TURN_WORD,
         DEPTH=len(ring.results),
+        ENDS_STEP=ends_step,
         BLOCK_SIZE=BLOCK,
         PDL=pdl,
         launch_pdl=pdl,
@@ -130,9 +141,11 @@ def _deliver_kernel(
     inputs,
     results,
     capacity,
+    first_word,
     RESULT_WORD: tl.constexpr,
     TURN: tl.constexpr,
     DEPTH: tl.constexpr,
+    ENDS_STEP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -142,11 +155,13 @@ def _deliver_kernel(
     turn = tl.load(inputs + TURN)
     address = tl.load(addresses + turn)
     if address != 0:
-        target = tl.multiple_of(address.to(tl.pointer_type(tl.int32), bitcast=True), 16)
-        wanted = tl.minimum(tl.load(inputs + RESULT_WORD), capacity)
+        target = tl.multiple_of(address.to(tl.pointer_type(tl.int32), bitcast=True), 16) + first_word
+        wanted = capacity
+        if ENDS_STEP:
+            wanted = tl.minimum(tl.load(inputs + RESULT_WORD), capacity)
         own = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
         for first in range(0, wanted, tl.num_programs(0) * BLOCK_SIZE):
             word = first + own
             tl.store(target + word, tl.load(results + word, mask=word < wanted, other=0), mask=word < wanted)
-        if tl.program_id(0) == 0:
+        if (tl.program_id(0) == 0) & ENDS_STEP:
             tl.store(next_upload, tl.load(uploads + (turn + 1) % DEPTH))

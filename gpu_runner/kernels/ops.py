@@ -44,8 +44,8 @@ class ModelOps(Protocol):
     `meta` is what the implementation's own step prepared: see `BatchMeta` for the reference.
     """
 
-    def embed(self, token_ids: Tensor, embedding: Tensor) -> Tensor:
-        """[T, hidden]: the first residual, a tensor of its own."""
+    def embed(self, token_ids: Tensor, embedding: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """[T, hidden]: the first residual, `out` or else a tensor of its own."""
         ...
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:

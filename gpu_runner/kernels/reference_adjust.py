@@ -82,6 +82,16 @@ def mask(logits: Tensor, masks: Tensor, constrained: Tensor) -> Tensor:
     return torch.where(allowed | ~constrained[:, None], logits, -math.inf)
 
 
+def ranks(logits: Tensor, chosen: Tensor) -> Tensor:
+    """[S] int32: the places, from 1, of the tokens `chosen`, [S], among all by falling logit, the smaller id first
+    among equals. logits: [S, vocab] float32."""
+    x = without_nan(logits)
+    ids, chosen = torch.arange(x.shape[1], device=x.device), chosen.to(torch.int64)[:, None]
+    own = x.gather(1, chosen)
+    before = (x > own) | ((x == own) & (ids < chosen))
+    return before.sum(dim=1).to(torch.int32) + 1
+
+
 def top_logprobs(logits: Tensor, chosen: Tensor, wanted: Tensor, *, most: int) -> TopLogprobs:
     """logits: [S, vocab] float32, the model's own. chosen: [S], the tokens. wanted: [S], most likely tokens to report,
     up to `most`; ids of no probability are never among them."""

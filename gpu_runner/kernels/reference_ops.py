@@ -15,8 +15,9 @@ class ReferenceOps:
     def __init__(self) -> None:
         self._rotation: tuple[BatchMeta, Tensor] | None = None
 
-    def embed(self, token_ids: Tensor, embedding: Tensor) -> Tensor:
-        return F.embedding(token_ids, embedding)
+    def embed(self, token_ids: Tensor, embedding: Tensor, *, out: Tensor | None = None) -> Tensor:
+        residual = F.embedding(token_ids, embedding)
+        return residual if out is None else out.copy_(residual)
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
         return reference.linear(reference.rms_norm(x, norm, eps), weight, bias)

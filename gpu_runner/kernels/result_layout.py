@@ -8,6 +8,9 @@ Behind them, and copied to the host only where some row of the step asks: S log-
 (float32), S numbers of most likely tokens, S x MAX_TOP_LOGPROBS of their ids and as many of their log-probabilities
 (float32). Rows that do not ask, or got no token, have there whatever earlier steps left.
 
+Behind all that lie the scores of prompts' tokens, `Scores`, by their order in the step's plan; copied to the host only
+by steps that have some.
+
 A GPU's times are its `globaltimer`: begin is read by the first program of `step_meta` once it may run, end by the
 first of `post_update` as the last it does. A CPU's are CLOCK_MONOTONIC. 0: this device tells no time.
 """
@@ -25,6 +28,7 @@ TIME_WORDS = 4
 TOKEN_COLUMNS = 2
 COLUMNS = TOKEN_COLUMNS + 2 + 2 * MAX_TOP_LOGPROBS
 """Words per slot."""
+SCORE_COLUMNS = 3 + 2 * MAX_TOP_LOGPROBS
 
 
 def result_words(num_slots: int) -> int:
@@ -35,6 +39,11 @@ def result_words(num_slots: int) -> int:
 def token_words(num_slots: int) -> int:
     """Length of its beginning without log-probabilities."""
     return TIME_WORDS + TOKEN_COLUMNS * num_slots
+
+
+def score_words(num_slots: int) -> int:
+    """Length of the scores of a step, at most one for each slot."""
+    return SCORE_COLUMNS * num_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +69,31 @@ class Results:
             tokens=tokens,
             finish=finish,
             logprobs=logprobs.view(torch.float32),
+            num_tops=num_tops,
+            top_ids=top_ids,
+            top_logprobs=top_logprobs.view(torch.float32),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Views of the parts of one vector of scores. ranks: 1 for the most likely token; the others as in `Results`."""
+
+    logprobs: Tensor  # [num_slots] float32
+    ranks: Tensor  # [num_slots] int32
+    num_tops: Tensor  # [num_slots] int32
+    top_ids: Tensor  # [num_slots, MAX_TOP_LOGPROBS] int32
+    top_logprobs: Tensor  # [num_slots, MAX_TOP_LOGPROBS] float32
+
+    @classmethod
+    def of(cls, vector: Tensor) -> Scores:
+        """vector: [score_words(num_slots)] int32, on any device."""
+        columns = vector.view(SCORE_COLUMNS, -1)
+        logprobs, ranks, num_tops = columns[:3]
+        top_ids, top_logprobs = columns[3:].view(2, -1, MAX_TOP_LOGPROBS)
+        return cls(
+            logprobs=logprobs.view(torch.float32),
+            ranks=ranks,
             num_tops=num_tops,
             top_ids=top_ids,
             top_logprobs=top_logprobs.view(torch.float32),

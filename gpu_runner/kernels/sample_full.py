@@ -10,7 +10,7 @@ without these calls. As in `sample`, only the contents of tensors may differ bet
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -19,7 +19,7 @@ from torch import Tensor
 from asyncengine.config import MAX_TOP_LOGPROBS
 from gpu_runner.kernels.logit_adjust import bias_and_count_kernel, penalise_kernel
 from gpu_runner.kernels.logprob_kernels import merge_kernel, parts_kernel
-from gpu_runner.kernels.result_layout import Results
+from gpu_runner.kernels.result_layout import Results, Scores
 from gpu_runner.kernels.sample import PROGRAMS, Tiling
 from gpu_runner.kernels.step_meta import SlotState, StepMeta
 from gpu_runner.kernels.token_mask import RowMasks
@@ -31,6 +31,29 @@ TILING = Tiling(block=2048, num_warps=8, stages=1, programs=PROGRAMS)
 LIST_LANES = triton.next_power_of_2(MAX_TOP_LOGPROBS)
 FEW_PARTS = 16
 """Up to so many parts of a row are merged by a kernel of their own; to compile one for each number takes too long."""
+
+
+class ReportState(Protocol):
+    """What log-probabilities depend on of the state of slots."""
+
+    @property
+    def logprobs(self) -> Tensor: ...
+    @property
+    def prompt_len(self) -> Tensor: ...
+    @property
+    def presence_penalty(self) -> Tensor: ...
+    @property
+    def frequency_penalty(self) -> Tensor: ...
+    @property
+    def repetition_penalty(self) -> Tensor: ...
+    @property
+    def num_bias(self) -> Tensor: ...
+    @property
+    def bias_ids(self) -> Tensor: ...
+    @property
+    def bias_values(self) -> Tensor: ...
+    @property
+    def page_table(self) -> Tensor: ...
 
 
 class FullSampling:
@@ -58,22 +81,7 @@ class FullSampling:
         if logits.shape[1] != self._vocab or logits.dtype != torch.float32 or not logits.is_contiguous():
             raise ValueError(f"logits must be contiguous float32 rows of {self._vocab}; got {tuple(logits.shape)}")
         rows = len(logits)
-        cut = self._cut(rows)
-        parts_kernel[(cut["parts"], rows)](
-            logits,
-            *self._rows(meta),
-            state.logprobs,
-            self._part_largest,
-            self._part_sum,
-            self._part_x,
-            self._part_id,
-            row_stride=self._vocab,
-            vocab=self._vocab,
-            **cut,
-            K=LIST_LANES,
-            BLOCK=self._tiling.block,
-            **self._options(self._tiling.num_warps),
-        )
+        self.measure(logits, state, meta)
         penalties = (state.presence_penalty, state.frequency_penalty, state.repetition_penalty)
         history_parts = min(MOST_HISTORY_PARTS, max(1, PROGRAMS // rows))
         history = {
@@ -108,8 +116,34 @@ class FullSampling:
         )
         self.masks.apply(logits, state, meta)
 
+    def measure(self, logits: Tensor, state: ReportState, meta: StepMeta) -> None:
+        """Take what `after` needs of the model's own logits. logits: as for `before`."""
+        rows = len(logits)
+        cut = self._cut(rows)
+        parts_kernel[(cut["parts"], rows)](
+            logits,
+            *self._rows(meta),
+            state.logprobs,
+            self._part_largest,
+            self._part_sum,
+            self._part_x,
+            self._part_id,
+            row_stride=self._vocab,
+            vocab=self._vocab,
+            **cut,
+            K=LIST_LANES,
+            BLOCK=self._tiling.block,
+            **self._options(self._tiling.num_warps),
+        )
+
     def after(
-        self, logits: Tensor, sampled: Tensor, state: SlotState, meta: StepMeta, page_tokens: Tensor, results: Results
+        self,
+        logits: Tensor,
+        sampled: Tensor,
+        state: ReportState,
+        meta: StepMeta,
+        page_tokens: Tensor,
+        results: Results | Scores,
     ) -> None:
         """Write the log-probabilities of rows that ask into `results`. logits: as `before` and the sampling left them.
         sampled: [N] int32. Places of other rows, and of most likely tokens beyond `num_tops`, keep what they held."""
@@ -160,11 +194,11 @@ class FullSampling:
         return meta.counts, meta.sample_row, meta.row_slot, meta.row_start, meta.row_len, meta.row_was_done
 
     @staticmethod
-    def _biases(state: SlotState) -> tuple[Tensor, ...]:
+    def _biases(state: ReportState) -> tuple[Tensor, ...]:
         return state.num_bias, state.bias_ids, state.bias_values
 
     @staticmethod
-    def _bias_shape(state: SlotState) -> dict[str, int]:
+    def _bias_shape(state: ReportState) -> dict[str, int]:
         width = state.bias_ids.shape[1]
         return {"BIAS_WIDTH": width, "BIAS_BLOCK": triton.next_power_of_2(width)}
 

@@ -4,7 +4,8 @@ The buffer begins with a header, so that a kernel inside a captured graph finds 
 where: the counts of the step, then the first word of each section. Sections follow one behind the other, each at an
 even word, because 64-bit values lie in some. Plain numbers and numpy: what writes the buffer need not import torch.
 
-    word 0 .. 6     num_rows, num_decode_rows, num_tokens, num_samples, num_starts, num_page_writes, num_bias_writes
+    word 0 .. 7     num_rows, num_decode_rows, num_tokens, num_samples, num_starts, num_page_writes, num_bias_writes,
+                    num_scores
     word 8 ..       first word of each section, in the order of `Upload`'s fields
     word 36 .. 38   words used in all, words of results that the host wants, which of the host's buffers this is
     word 40 ..      the sections
@@ -22,10 +23,13 @@ from asyncengine.config import MAX_BIAS_IDS, MAX_STOP_IDS
 
 Int32 = NDArray[np.int32]
 
+SCORE_WORDS = 3
+NO_SCORES: Int32 = np.empty((0, SCORE_WORDS), np.int32)
+NO_SCORES.flags.writeable = False
 HEADER_WORDS = 40
 COUNTS = (
     *("num_rows", "num_decode_rows", "num_tokens", "num_samples"),
-    *("num_starts", "num_page_writes", "num_bias_writes"),
+    *("num_starts", "num_page_writes", "num_bias_writes", "num_scores"),
 )
 FIRST_OFFSET_WORD = 8
 """Header word that holds the first section's first word."""
@@ -40,7 +44,7 @@ class Upload(NamedTuple):
     row_slot, row_start, row_len: of the plan; `row_start` of a decode row is not read, as the device knows better.
     sample_row: the rows that sample, ascending. sample_token: the index of each one's last token among the step's T.
     page_cell: page_slot * pages_per_seq + page_index. temperature .. num_bias: of the plan's `StartRows`.
-    bias_cell: slot * MAX_BIAS_IDS + index of the id among the slot's.
+    bias_cell: slot * MAX_BIAS_IDS + index of the id among the slot's. scores: of the plan.
     """
 
     num_decode_rows: int
@@ -71,6 +75,7 @@ class Upload(NamedTuple):
     bias_cell: Int32  # [B]
     bias_id: Int32  # [B]
     bias_value: NDArray[np.float32]  # [B]
+    scores: Int32 = NO_SCORES  # [N, SCORE_WORDS]
 
 
 SECTIONS = Upload._fields[1:]
@@ -91,11 +96,12 @@ def offset_word(section: str) -> int:
 
 
 def upload_words(*, num_slots: int, pages_per_seq: int, max_step_tokens: int) -> int:
-    """Words that hold any plan: each slot at most one row and one start in it, each page-table cell at most once.
+    """Words that hold any plan: each slot at most one row, one start and one score in it, each page-table cell at most
+    once.
 
     A multiple of 16, so that the device copies them four at a time.
     """
-    rows = num_slots * (3 + 2)
+    rows = num_slots * (3 + 2 + SCORE_WORDS)
     starts = num_slots * (16 + MAX_STOP_IDS + 3 * MAX_BIAS_IDS)
     pages = num_slots * pages_per_seq * 2
     words = HEADER_WORDS + rows + starts + pages + max_step_tokens + len(SECTIONS) * ALIGNMENT_WORDS
@@ -115,8 +121,8 @@ def pack(upload: Upload, buffer: Int32, *, result_words: int = 0, turn: int = 0)
         len(upload.start_slot),
         len(upload.page_cell),
         len(upload.bias_cell),
+        len(upload.scores),
     ]
-    header += [0] * (FIRST_OFFSET_WORD - len(header))
     used = HEADER_WORDS
     sections: tuple[NDArray[Any], ...] = upload[1:]
     for values in sections:

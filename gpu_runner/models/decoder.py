@@ -54,14 +54,15 @@ class Decoder:
         """Memory of the weights; a tied head counts once."""
         return sum(tensor.nbytes for tensor in self._tensors())
 
-    def forward(self, token_ids: Tensor, meta: Any, kv_cache: Tensor) -> Tensor:
+    def forward(self, token_ids: Tensor, meta: Any, kv_cache: Tensor, *, residual: Tensor | None = None) -> Tensor:
         """Compute T tokens, writing their keys and values into `kv_cache`, of the shape `kernels.ops` documents.
 
-        token_ids: [T]. meta: the step as `ops` takes it. Returns the last residual, [T, hidden], for `logits`.
+        token_ids: [T]. meta: the step as `ops` takes it. residual: [T, hidden], what is to hold residuals; None for a
+        tensor of its own. Returns the last residual, for `logits`.
         """
         ops, config, weights = self._ops, self.config, self._weights
         eps = config.rms_norm_eps
-        residual = ops.embed(token_ids, weights.embedding)
+        residual = ops.embed(token_ids, weights.embedding, out=residual)
         for layer, kv_layer, window in zip(weights.layers, kv_cache, config.layer_windows, strict=True):
             qkv = ops.norm_linear(residual, layer.input_norm, eps, layer.qkv, layer.qkv_bias)
             heads = ops.attend(

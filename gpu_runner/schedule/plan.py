@@ -6,7 +6,7 @@ needs, so another process could execute the step from a copy of its bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +50,12 @@ class StartRows:
         return len(self.slot)
 
 
+NO_SCORES: Int32 = np.empty((0, 3), np.int32)
+NO_SCORES.flags.writeable = False
+NO_SCORE_ROWS: Int32 = np.empty(0, np.int32)
+NO_SCORE_ROWS.flags.writeable = False
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step over R rows: `num_decode_rows` decode rows first, then the prefill rows.
@@ -58,6 +64,10 @@ class StepPlan:
     `row_len` input tokens are its share of `prefill_tokens`, rows concatenated. Row i's tokens take the positions
     `row_start[i] .. row_start[i] + row_len[i] - 1`; where `row_samples`, a token is sampled after the last of them and
     becomes token number `row_start + row_len` (from 0) of the sequence. Page-table writes apply before the step.
+
+    scores: N tokens of prefill rows, ascending, for each its index among the step's tokens, the token that follows it
+    in its prompt, of which the log-probability is asked for, and how many most likely ones to report beside that.
+    score_row: the row of each.
 
     The arrays never change; plans one after the other that hold the same decode rows, and nothing else, share some.
     """
@@ -75,6 +85,8 @@ class StepPlan:
     page_index: Int32  # [U]
     page_id: Int32  # [U]
     start: StartRows
+    scores: Int32 = field(default_factory=lambda: NO_SCORES)  # [N, 3]
+    score_row: Int32 = field(default_factory=lambda: NO_SCORE_ROWS)  # [N]
 
     @property
     def num_rows(self) -> int:
@@ -116,13 +128,40 @@ class StepLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class StepScores:
+    """Log-probabilities of tokens that follow others in a prompt: of N tokens in order. ranks: 1 is the most likely
+    token. top_ends, top_ids, top_logprobs: as of `StepLogprobs`."""
+
+    logprobs: NDArray[np.float32]  # [N]
+    ranks: Int32  # [N]
+    top_ends: Int32  # [N]
+    top_ids: Int32  # [top_ends[-1]]
+    top_logprobs: NDArray[np.float32]  # [top_ends[-1]]
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    def part(self, begin: int, end: int) -> StepScores:
+        """Of tokens `begin` to `end` alone."""
+        top_begin = int(self.top_ends[begin - 1]) if begin else 0
+        tops = slice(top_begin, int(self.top_ends[end - 1]) if end else 0)
+        return StepScores(
+            logprobs=self.logprobs[begin:end],
+            ranks=self.ranks[begin:end],
+            top_ends=self.top_ends[begin:end] - np.int32(top_begin),
+            top_ids=self.top_ids[tops],
+            top_logprobs=self.top_logprobs[tops],
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What came back of one step, row for row of its plan.
 
     tokens: the sampled token; -1 where the row sampled none, or had already ended on the device (an overshoot row).
     finish: a `Finish` (NONE, STOP or LENGTH) decided on the device.
     device_begin_ns, device_end_ns: when the device ran the step, by its own clock; 0 where it has none. logprobs: None
-    where no row asks.
+    where no row asks. scores: of the plan's scored tokens; None where it has none.
     """
 
     step: int
@@ -131,3 +170,4 @@ class StepResult:
     device_begin_ns: int = 0
     device_end_ns: int = 0
     logprobs: StepLogprobs | None = None
+    scores: StepScores | None = None

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from asyncengine.config import MAX_STOP_IDS
 from gpu_runner.schedule.buckets import bucket_for
-from gpu_runner.schedule.plan import Int32, StartRows, StepPlan
+from gpu_runner.schedule.plan import NO_SCORE_ROWS, NO_SCORES, Int32, StartRows, StepPlan
 from gpu_runner.schedule.running import DecodeRows
 from gpu_runner.schedule.slots import Slots
 
@@ -15,13 +15,14 @@ from gpu_runner.schedule.slots import Slots
 class PlanDraft:
     """The decisions of one `Scheduler.plan()`. Arrays handed to it belong to the plan from then on."""
 
-    __slots__ = ("decode", "decode_start", "page_id", "page_index", "page_slot", "prefill", "started")
+    __slots__ = ("decode", "decode_start", "page_id", "page_index", "page_slot", "prefill", "scores", "started")
 
     def __init__(self, decode: DecodeRows, decode_start: Int32) -> None:
         self.decode = decode
         self.decode_start = decode_start  # [R], positions of the decode rows' tokens
         self.started: list[int] = []
         self.prefill: list[tuple[int, int]] = []  # (slot, chunk length)
+        self.scores: list[tuple[int, int, int]] = []  # (index in `prefill`, first position, how many), ascending
         self.page_slot: list[Int32] = []
         self.page_index: list[Int32] = []
         self.page_id: list[Int32] = []
@@ -32,6 +33,10 @@ class PlanDraft:
     def prefilled(self, slots: Slots) -> list[int]:
         """Slots whose chunk reaches the end of what they know, so that they sample."""
         return [slot for slot, _ in self.prefill if slots.computed[slot] == slots.known[slot]]
+
+    @property
+    def num_scores(self) -> int:
+        return sum(count for _, _, count in self.scores)
 
     def write_pages(self, slots: Int32, indices: Int32, pages: Int32) -> None:
         """page_table[slots, indices] = pages"""
@@ -56,6 +61,7 @@ class PlanBuilder:
         slots, decode = self._slots, draft.decode
         row_slot, row_gen, row_start = decode.slot, decode.gen, draft.decode_start
         row_len, row_samples, prefill_tokens = decode.length, decode.samples, self._nothing
+        scores, score_row = NO_SCORES, NO_SCORE_ROWS
         if draft.prefill:
             chunk_slot, chunk_len = np.array(draft.prefill, np.int32).T
             chunk_end = slots.computed[chunk_slot]
@@ -72,6 +78,13 @@ class PlanBuilder:
                     for slot, start, end in zip(chunk_slot, chunk_start, chunk_end, strict=True)
                 ]
             )
+            if draft.scores:
+                first_token = len(decode) + np.cumsum(chunk_len) - chunk_len
+                scores = self._scores(draft, first_token - chunk_start)
+                score_row = np.repeat(
+                    np.array([len(decode) + place for place, _, _ in draft.scores], np.int32),
+                    [count for _, _, count in draft.scores],
+                )
         return StepPlan(
             step=step,
             bucket=bucket_for(self._buckets, len(decode) + len(prefill_tokens)),
@@ -86,7 +99,24 @@ class PlanBuilder:
             page_index=self._concatenate(draft.page_index),
             page_id=self._concatenate(draft.page_id),
             start=self._start_rows(draft.started) if draft.started else self._no_starts,
+            scores=scores,
+            score_row=score_row,
         )
+
+    def _scores(self, draft: PlanDraft, token_of_position: Int32) -> Int32:
+        """`StepPlan.scores`. token_of_position: of each prefill row, what is to be added to a position to make it an
+        index among the step's tokens."""
+        parts = []
+        for place, first, count in draft.scores:
+            slot, _ = draft.prefill[place]
+            request = self._slots.request[slot]
+            assert request is not None
+            part = np.empty((count, 3), np.int32)
+            part[:, 0] = np.arange(first, first + count) + token_of_position[place]
+            part[:, 1] = request.prompt[first + 1 : first + count + 1]
+            part[:, 2] = request.params.prompt_logprobs or 0
+            parts.append(part)
+        return np.concatenate(parts)
 
     def _start_rows(self, started: list[int]) -> StartRows:
         slots = self._slots

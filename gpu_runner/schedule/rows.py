@@ -52,7 +52,7 @@ class Rows:
         if not resumed and not slots.num_free:
             return False
         tokens = slots.tokens[request.slot, : slots.known[request.slot]] if resumed else request.prompt
-        match = self.tree.match(request.namespace, tokens[:-1])  # the last token must be computed to sample after it
+        match = self.tree.match(request.namespace, tokens[: self._reusable(request, len(tokens))])
         cached = len(match.pages)
         needed = -(-len(tokens) // PAGE_SIZE) - cached
         self.tree.lock(match.node)
@@ -74,6 +74,14 @@ class Rows:
         if not resumed:
             slots.cached_tokens[slot] = cached * PAGE_SIZE
         return True
+
+    def _reusable(self, request: Request, num_tokens: int) -> int:
+        """How many of its tokens need not be computed if they are cached: the last must be, to sample after it, and
+        those whose next one is yet to be scored."""
+        slots, slot = self.slots, request.slot
+        if request.params.prompt_logprobs is None or (slot >= 0 and slots.scored[slot] == slots.score_end[slot]):
+            return num_tokens - 1
+        return int(slots.scored[slot]) if slot >= 0 else 0
 
     def grow(self, index: NDArray[np.intp]) -> tuple[Int32, Int32]:
         """Give each of these slots one more page; returns (page-table index, page id) of each. The pages must be

@@ -34,6 +34,7 @@ from gpu_runner.schedule.limits import total_tokens
 from gpu_runner.schedule.masked_rows import MaskedRows
 from gpu_runner.schedule.plan import Int32, StepPlan, StepResult
 from gpu_runner.schedule.plan_builder import PlanBuilder, PlanDraft
+from gpu_runner.schedule.prompt_scores import PromptScores
 from gpu_runner.schedule.queues import Request, WaitingQueue
 from gpu_runner.schedule.rows import Rows
 from gpu_runner.schedule.running import DecodeRows, Running
@@ -86,6 +87,7 @@ class Scheduler:
         self._builder = PlanBuilder(self.slots, buckets=token_buckets(max_num_batched_tokens), eos_ids=eos_ids)
         self._running = Running(self.slots)
         self.masked_rows = MaskedRows(self.slots, self._running)
+        self.prompt_scores = PromptScores(self.slots)
         self._slot_of: dict[int, int] = {}  # rid -> slot of every request that holds one
         self._closed: list[tuple[int, int]] = []  # (slot, gen) aborted since the last output
         self._blocked: Request | None = None  # the queue's head, if the last plan had no room for it
@@ -182,6 +184,8 @@ class Scheduler:
         slots = self.slots
         self.rows.pool.complete(plan.step)
         rows, gens, tokens, finish = plan.row_slot, plan.row_gen, result.tokens, result.finish
+        if result.scores is not None:
+            self.prompt_scores.add(plan, result.scores)
         logprobs = result.logprobs
         opens: tuple[Open, ...] = ()
         if (unchanged := self._running.unchanged(rows)) is not None:
@@ -278,7 +282,7 @@ class Scheduler:
         """Compute the row's next tokens in this step and make their full pages shareable at once. A plan tells the
         device of a row with its first tokens. Returns how many tokens there are in this step."""
         slots = self.slots
-        length = min(int(slots.known[slot] - slots.computed[slot]), budget)
+        length = min(int(slots.known[slot] - slots.computed[slot]), budget, self._scorable(slot, draft))
         if slots.computed[slot] + length == slots.known[slot] and self.masked_rows.lacks_mask(slot):
             length -= 1  # after the last one it would sample
         if not length:
@@ -290,9 +294,22 @@ class Scheduler:
             draft.write_pages(np.full(len(pages), slot, np.int32), np.arange(len(pages), dtype=np.int32), pages)
         draft.prefill.append((slot, length))
         slots.computed[slot] += length
+        scored, scores_to = int(slots.scored[slot]), int(min(slots.computed[slot], slots.score_end[slot]))
+        if scores_to > scored:
+            draft.scores.append((len(draft.prefill) - 1, scored, scores_to - scored))
+            slots.scored[slot] = scores_to
         self.counters.prefill_tokens += length
-        self.rows.share(slot)
+        if not slots.score_end[slot]:  # what that row computes may be in the tree already, which it would hold as well
+            self.rows.share(slot)
         return length
+
+    def _scorable(self, slot: int, draft: PlanDraft) -> int:
+        """How far the row's chunk may reach for the step to score no more than `max_num_seqs` tokens."""
+        slots = self.slots
+        room = self._max_num_seqs - draft.num_scores
+        if slots.score_end[slot] - slots.scored[slot] <= room:
+            return slots.max_model_len
+        return int(slots.scored[slot] + room - slots.computed[slot])
 
     def _admit(self, budget: int, draft: PlanDraft) -> None:
         """Start waiting requests, in the policy's order, while tokens, rows and pages allow."""
@@ -351,6 +368,7 @@ class Scheduler:
             request.queued_ns,
             request.started_ns,
             self._clock(),
+            self.prompt_scores.take(slot),
         )
 
     def _end(self, slot: int) -> None:
@@ -358,6 +376,7 @@ class Scheduler:
         assert request is not None
         self.queue.remove(request.rid)  # where a retracted row waits
         self._running.leave(slot)
+        self.prompt_scores.forget(slot)
         self.rows.end(slot)
         del self._slot_of[request.rid]
 

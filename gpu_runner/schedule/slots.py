@@ -52,6 +52,8 @@ class Slots:
         self.computed: Int32 = np.zeros(num_slots, np.int32)
         self.limit: Int32 = np.zeros(num_slots, np.int32)
         self.cached_tokens: Int32 = np.zeros(num_slots, np.int32)
+        self.score_end: Int32 = np.zeros(num_slots, np.int32)  # tokens of the prompt whose next one is scored
+        self.scored: Int32 = np.zeros(num_slots, np.int32)  # how many of them steps up to now score
         self.num_pages: Int32 = np.zeros(num_slots, np.int32)
         self.opened = np.zeros(num_slots, np.bool_)
         self.announced = np.zeros(num_slots, np.bool_)  # a plan has told the device of the row's parameters and pages
@@ -85,6 +87,8 @@ class Slots:
         self.limit[slot] = request.limit
         self.priority[slot] = request.params.priority
         self.cached_tokens[slot] = 0
+        self.score_end[slot] = prompt_len - 1 if request.params.prompt_logprobs is not None else 0
+        self.scored[slot] = 0
         self.opened[slot] = False
         self.constrained[slot] = request.params.structured is not None
         self.mask_ready[slot] = False
@@ -117,6 +121,8 @@ class Slots:
             assert request is not None
             assert request.slot == slot
             assert self.prompt_len[slot] <= self.known[slot] <= self.limit[slot]
+            assert self.scored[slot] <= self.score_end[slot] < self.prompt_len[slot]
+            assert min(self.computed[slot], self.score_end[slot]) <= self.scored[slot], f"slot {slot} is not scored"
             assert np.array_equal(self.tokens[slot, : len(request.prompt)], request.prompt)
             assert self.computed[slot] <= self.num_pages[slot] * PAGE_SIZE, f"slot {slot} computed beyond its pages"
             if state == State.RETRACTED:

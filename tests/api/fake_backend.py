@@ -9,7 +9,7 @@ from pathlib import Path
 
 from asyncengine.engine_info import EngineInfo, Health
 from asyncengine.errors import EngineError, InvalidRequestError
-from asyncengine.logprobs import TokenLogprob, TopLogprob
+from asyncengine.logprobs import PromptLogprob, TokenLogprob, TopLogprob
 from asyncengine.metrics import COUNTERS, HISTOGRAMS, HistogramTotals, Totals
 from asyncengine.prompt_messages import TokenizedPrompt
 from asyncengine.sampling import SamplingParams
@@ -27,7 +27,8 @@ class FakeBackend:
     then it ends with "stop", or with "length" at `max_tokens`. Prompts are counted by character, id or message; all but
     one token are cached.
 
-    Asked for log-probabilities, token number `k` has -k/2, and the most likely ones are those before it.
+    Asked for log-probabilities, token number `k` has -k/2, and the most likely ones are those before it. Each character
+    or id of a prompt is a token, of rank 2; token number `k` has -k/4, behind a token that starts a text.
 
     names: namespace and request id of each call. timeline: of every choice. A token is a byte of text; cancelling
     succeeds for a completion.
@@ -102,9 +103,9 @@ class FakeBackend:
                     if sent == self.hold_after:
                         await asyncio.Event().wait()
                     text = f"{index}:{piece}" if step == 0 and self.numbered else piece
-                    yield self._delta(index, text, step + 1, size, params)
+                    yield self._delta(index, text, step + 1, size, params, prompt)
                     sent += 1
-                if step + 1 == params.max_tokens:
+                if step + 1 == params.max_tokens or params.max_tokens == 0:
                     break
                 await asyncio.sleep(0)
         except (GeneratorExit, asyncio.CancelledError):
@@ -146,7 +147,26 @@ class FakeBackend:
             self._check(ids)
         return bytes(token % 256 for token in ids).decode(errors="replace")
 
-    def _delta(self, index: int, text: str, count: int, size: int, params: SamplingParams) -> Delta:
+    def _delta(
+        self,
+        index: int,
+        text: str,
+        count: int,
+        size: int,
+        params: SamplingParams,
+        prompt: str | Sequence[int] | ChatPrompt,
+    ) -> Delta:
+        if params.max_tokens == 0:
+            return Delta(
+                index=index,
+                text="",
+                token_ids=[],
+                prompt_tokens=size,
+                cached_tokens=0,
+                completion_tokens=0,
+                finish_reason="length",
+                prompt_logprobs=self._prompt(prompt, params.prompt_logprobs),
+            )
         finish: str | None = None
         stop_reason: int | str | None = None
         if count == len(self.pieces):
@@ -163,8 +183,35 @@ class FakeBackend:
             finish_reason=finish,
             stop_reason=stop_reason,
             timeline=None if finish is None else self.timeline,
+            prompt_logprobs=self._prompt(prompt, params.prompt_logprobs) if count == 1 else None,
             logprobs=[] if params.logprobs is None else [self._logprob(index, text, count, params.logprobs)],
         )
+
+    def _prompt(self, prompt: str | Sequence[int] | ChatPrompt, num_top: int | None) -> list[PromptLogprob] | None:
+        if num_top is None:
+            return None
+        text = (
+            "[chat]"
+            if isinstance(prompt, ChatPrompt)
+            else prompt
+            if isinstance(prompt, str)
+            else bytes(prompt).decode()
+        )
+        start = PromptLogprob(token_id=1, token=b"<s>", logprob=None, rank=None, text_offset=0)
+        return [
+            start,
+            *(
+                PromptLogprob(
+                    token_id=200 + k,
+                    token=char.encode(),
+                    logprob=-k / 4,
+                    rank=2,
+                    text_offset=2 + k,
+                    top=tuple(TopLogprob(300 + t, f"t{t}".encode(), -k / 8 - t) for t in range(num_top)),
+                )
+                for k, char in enumerate(text, start=1)
+            ),
+        ]
 
     def _logprob(self, index: int, text: str, count: int, num_top: int) -> TokenLogprob:
         before = "".join(self.pieces[: count - 1])

@@ -237,6 +237,11 @@ async def test_plain_data_for_the_template_is_bounded_in_depth(server: Server) -
         ({"prompt": ["a"] * 65, "n": 16}, "prompt"),
         ({"prompt": "a", "max_tokens": 10**12}, "max_tokens"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": 0, "prompt_logprobs": 1}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens"),
+        ({"prompt": ["a" * 2**14, "b"], "echo": True, "logprobs": 3, "n": 16}, "prompt"),
+        ({"prompt": [[1] * 2**15, [2]], "prompt_logprobs": 3, "n": 8}, "prompt"),
+        ({"prompt": [1, 1000], "echo": True}, "prompt"),
         ({"prompt": "a", "max_tokens": 2, "min_tokens": 3}, "min_tokens"),
         ({"prompt": "a", "max_tokens": True}, "max_tokens"),
         ({"prompt": "a", "max_tokens": "5"}, "max_tokens"),
@@ -314,7 +319,7 @@ async def test_no_token_id_breaks_the_server(server: Server, path: str, field: s
 
 
 def test_the_generated_test_covers_the_integer_fields() -> None:
-    names = {"max_tokens", "max_completion_tokens", "min_tokens", "top_k", "n", "seed", "priority"}
+    names = {"max_tokens", "max_completion_tokens", "min_tokens", "top_k", "n", "seed", "priority", "prompt_logprobs"}
     own = {(COMPLETIONS, "logprobs"), (CHAT, "top_logprobs")}
     assert set(integer_fields()) == own | {(path, name) for path in (COMPLETIONS, CHAT) for name in names}
 
@@ -323,9 +328,6 @@ def test_the_generated_test_covers_the_integer_fields() -> None:
     ("path", "extra"),
     [
         (COMPLETIONS, {"best_of": 2}),
-        (COMPLETIONS, {"echo": True}),
-        (COMPLETIONS, {"echo": True, "logprobs": 1}),
-        (COMPLETIONS, {"prompt_logprobs": 1}),
         (COMPLETIONS, {"suffix": "x"}),
         (COMPLETIONS, {"add_special_tokens": False}),
         (COMPLETIONS, {"spaces_between_special_tokens": False}),

@@ -41,6 +41,7 @@ BOTH: dict[str, dict[str, Any]] = {
     "ignore_eos": {"ignore_eos": True},
     "skip_special_tokens": {"skip_special_tokens": False},
     "include_stop_str_in_output": {"include_stop_str_in_output": True},
+    "prompt_logprobs": {"prompt_logprobs": 1},
     "priority": {"priority": 3},
     "stream": {"stream": True},
     "stream_options": {"stream": True, "stream_options": {"include_usage": True}},
@@ -53,7 +54,7 @@ BOTH: dict[str, dict[str, Any]] = {
 }
 TOOLS: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": "f"}}]}
 OWN: dict[str, dict[str, dict[str, Any]]] = {
-    COMPLETIONS: {"prompt": {"prompt": "abd"}, "logprobs": {"logprobs": 1}},
+    COMPLETIONS: {"prompt": {"prompt": "abd"}, "logprobs": {"logprobs": 1}, "echo": {"echo": True}},
     CHAT: {
         "messages": {"messages": [{"role": "user", "content": "abd"}]},
         "logprobs": {"logprobs": True},

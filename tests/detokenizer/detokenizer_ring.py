@@ -15,6 +15,7 @@ from asyncengine.wire.messages import (
     DetokenizeOptions,
     Finish,
     Open,
+    PromptLogprobs,
     StepFrame,
     ToEngine,
     ToRunnerControl,
@@ -147,7 +148,11 @@ def opened(
     logprobs: bool = False,
     shown_tokens: tuple[str, ...] = (),
     prefix: str = "",
+    no_output: bool = False,
+    prompt: PromptLogprobs | None = None,
 ) -> Open:
     tail = array("i", prompt_tail).tobytes()
-    options = DetokenizeOptions(stop, skip_special_tokens, include_stop, tail, logprobs, shown_tokens, prefix)
-    return Open(slot, gen, rid, msgspec.msgpack.encode(options), prompt_tokens, cached_tokens)
+    options = DetokenizeOptions(
+        stop, skip_special_tokens, include_stop, tail, logprobs, shown_tokens, prefix, no_output
+    )
+    return Open(slot, gen, rid, msgspec.msgpack.encode(options), prompt_tokens, cached_tokens, prompt=prompt)

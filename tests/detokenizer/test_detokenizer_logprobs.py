@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import shutil
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from detokenizer_ring import WAIT_MS, Ring, Row, opened
+from detokenizer_ring import WAIT_MS, Ring, Row, opened, pieces
 from tokenizers import Tokenizer
 from toy_tokenizers import BYTE_LEVEL_SIZE, BYTE_START, HIDDEN, LONG, NAMELESS, byte_fallback, byte_level, word_pieces
 
-from asyncengine.logprobs import LOWEST_LOGPROB, TokenLogprob, TopLogprob, unpack
+from asyncengine.logprobs import LOWEST_LOGPROB, PromptLogprob, TokenLogprob, TopLogprob, unpack, unpack_prompt
 from asyncengine.wire.accounting import RingWriter, TurnRecord
-from asyncengine.wire.messages import Deltas, Finish, Open
+from asyncengine.wire.messages import Deltas, Finish, Open, PromptLogprobs
 from asyncengine.wire.pipes import Pipes, make_run_dir
 from detokenizer_proc.vocabulary import Vocabulary
 from detokenizer_proc.worker import ENGINE_HIGH_WATER_MARK, Worker
@@ -272,3 +274,54 @@ def test_log_probabilities_count_towards_the_size_of_a_message(
         messages += [message for message in engine.drain() if isinstance(message, Deltas)]
         bench.worker.turn(0)
     assert [len(flat(message)) for message in messages] == [1, 1, 1, 1]
+
+
+def prompt_of(*tokens: tuple[int, list[int]]) -> PromptLogprobs:
+    """Tokens with their likely ones; the item numbered i has the log-probability -i, a token's rank is its number."""
+    counts = [1 + len(tops) for _, tops in tokens]
+    ends = [sum(counts[: end + 1]) for end in range(len(counts))]
+    logprobs = [math.nan, *(-float(item) for item in range(1, sum(counts)))]
+    return PromptLogprobs(
+        item_ends=array("i", ends).tobytes(),
+        ids=array("i", [id for token, tops in tokens for id in (token, *tops)]).tobytes(),
+        logprobs=array("f", logprobs).tobytes(),
+        ranks=array("i", range(len(tokens))).tobytes(),
+    )
+
+
+def test_a_prompts_entries_come_once_with_its_rows_first_news_and_know_their_bytes_and_offsets() -> None:
+    a, b, euro = ord("a"), ord("b"), "€".encode()  # the ids are bytes
+    prompt = prompt_of((a, []), (euro[0], [b]), (euro[1], []), (euro[2], [a, b]), (b, []))
+    with running(byte_level()) as bench:
+        opens = (opened(0, 0, 5), opened(1, 0, 6, prompt=prompt), opened(2, 0, 7, prompt=prompt_of((b, []))))
+        message = bench.message(*(Row(slot, 0, a) for slot in range(3)), opens=opens)
+        assert [columns.row for columns in message.prompts] == [1, 2]
+        assert unpack_prompt(message.prompts[0]) == [
+            PromptLogprob(token_id=a, token=b"a", logprob=None, rank=None, text_offset=0),
+            PromptLogprob(
+                token_id=euro[0], token=b"\xe2", logprob=-1, rank=1, text_offset=1, top=(TopLogprob(b, b"b", -2),)
+            ),
+            PromptLogprob(token_id=euro[1], token=b"\x82", logprob=-3, rank=2, text_offset=1),
+            PromptLogprob(
+                token_id=euro[2],
+                token=b"\xac",
+                logprob=-4,
+                rank=3,
+                text_offset=1,
+                top=(TopLogprob(a, b"a", -5), TopLogprob(b, b"b", -6)),
+            ),
+            PromptLogprob(token_id=b, token=b"b", logprob=-7, rank=4, text_offset=2),
+        ]
+        assert bench.message(Row(1, 0, a)).prompts == ()
+
+
+@pytest.mark.parametrize("finish", [Finish.STOP, Finish.LENGTH])
+def test_a_row_that_is_to_put_out_nothing_ends_by_length_without_its_token(finish: Finish) -> None:
+    a = ord("a")
+    with running(byte_level()) as bench:
+        open_ = opened(0, 0, 5, no_output=True, logprobs=True, stop=("a",), prompt=prompt_of((a, [])))
+        message = bench.message(Row(0, 0, a, finish, (-1.0,)), opens=(open_,))
+        (piece,) = pieces(message)
+        assert (piece.text, piece.ids, piece.finish, piece.stop_reason) == ("", [], Finish.LENGTH, -1)
+        assert message.logprobs is None
+        assert len(message.prompts) == 1

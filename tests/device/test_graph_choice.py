@@ -59,7 +59,7 @@ class Notes:
         """Its name is that of the method that makes the work."""
         self.replayed.append(work.__qualname__.split(".")[1])
 
-    def run(self, path: SamplingPath, *, decode: int, prefill: int, samples: int) -> list[str]:
+    def run(self, path: SamplingPath, *, decode: int, prefill: int, samples: int, scores: int = 0) -> list[str]:
         self.replayed.clear()
         rows = np.ones(decode + (prefill > 0), np.int32)
         self.step.run(
@@ -72,6 +72,7 @@ class Notes:
                 num_decode_rows=decode,
                 num_tokens=decode + prefill,
                 num_samples=samples,
+                num_scores=scores,
                 row_start=rows,
                 row_len=rows,
             )
@@ -99,3 +100,10 @@ def test_steps_with_prefill_are_two_graphs(tmp_path: Path) -> None:
     assert notes.run(GREEDY, decode=3, prefill=1, samples=4) == TWO
     assert notes.run(GREEDY, decode=3, prefill=5, samples=3) == TWO
     assert notes.run(GREEDY, decode=0, prefill=5, samples=0) == TWO
+
+
+def test_steps_that_score_tokens_of_prompts_have_a_graph_more(tmp_path: Path) -> None:
+    notes = Notes(tmp_path, 8)
+    for scores, samples in ((1, 0), (8, 4)):
+        replayed = notes.run(FULL, decode=3, prefill=9, samples=samples, scores=scores)
+        assert replayed == ["_forward_work", "_score_work", "_finish_work"]

@@ -39,6 +39,7 @@ PARAMS = [
         frequency_penalty=0.5,
         logit_bias=((7, 4.0), (59, 3.0)),
         logprobs=3,
+        prompt_logprobs=2,
         max_tokens=3,
         ignore_eos=True,
     ),
@@ -135,3 +136,9 @@ def test_kernels_one_by_one_give_the_plain_steps_tokens(
     for (chosen, tops), (same, same_tops) in zip(kernels.logprobs[3], plain.logprobs[3], strict=True):
         assert list(tops) == list(same_tops)
         assert [chosen, *tops.values()] == pytest.approx([same, *same_tops.values()], abs=1e-4)
+    assert list(kernels.prompt_logprobs) == list(plain.prompt_logprobs) == [3]
+    scored, same_scored = kernels.prompt_logprobs[3], plain.prompt_logprobs[3]
+    assert (scored.item_ends, scored.ids, scored.ranks) == (same_scored.item_ends, same_scored.ids, same_scored.ranks)
+    values, same_values = (np.frombuffer(both.logprobs, np.float32) for both in (scored, same_scored))
+    np.testing.assert_allclose(values, same_values, atol=1e-4)
+    assert np.isnan(values).nonzero()[0].tolist() == [0]

@@ -31,10 +31,11 @@ def test_random_operations_keep_every_invariant_and_every_answer(seed: int) -> N
     )
     families = [rng.integers(0, 30, 128, dtype=np.int32) for _ in range(3)]
     next_rid = 1
+    asked: dict[int, int] = {}
     for _ in range(OPERATIONS_PER_RUN):
         action = rng.random()
         if action < 0.15:
-            next_rid = add_random(core, rng, families, next_rid)
+            next_rid = add_random(core, rng, families, next_rid, asked)
         elif action < 0.18 and next_rid > 1:
             core.abort(int(rng.integers(1, next_rid)))
         elif action < 0.20 and core.row_of:
@@ -43,14 +44,19 @@ def test_random_operations_keep_every_invariant_and_every_answer(seed: int) -> N
             core.turn()
     core.run()
     core.assert_all_right()
+    core.assert_prompts_scored(asked)
+    assert max(len(plan.scores) for plan in core.plans) <= core.scheduler.slots.num_slots // 2
     core.assert_nothing_held()
 
 
-def add_random(core: EngineCore, rng: np.random.Generator, families: list[np.ndarray], rid: int) -> int:
+def add_random(
+    core: EngineCore, rng: np.random.Generator, families: list[np.ndarray], rid: int, asked: dict[int, int]
+) -> int:
     prompt = families[rng.integers(3)][: int(rng.integers(1, 128))].copy()
     if rng.random() < 0.5:
         prompt[-1] = rng.integers(30)
     choices = int(rng.integers(1, 4)) if rng.random() < 0.2 else 1
+    scored = int(rng.integers(3)) if rng.random() < 0.05 else None
     with contextlib.suppress(InvalidRequestError):  # some can never fit; refusing them must change nothing
         core.add(
             rid,
@@ -60,5 +66,8 @@ def add_random(core: EngineCore, rng: np.random.Generator, families: list[np.nda
             priority=int(rng.integers(3)),
             ignore_eos=bool(rng.integers(2)),
             stop_token_ids=(3,) if rng.random() < 0.3 else (),
+            prompt_logprobs=scored,
         )
+        if scored is not None:
+            asked.update(dict.fromkeys(range(rid, rid + choices), scored))
     return rid + choices

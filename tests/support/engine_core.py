@@ -10,7 +10,7 @@ from support.paged_model import PagedModel, expected_output
 
 from asyncengine.config import SchedulingPolicy
 from asyncengine.sampling import SamplingParams
-from asyncengine.wire.messages import Finish
+from asyncengine.wire.messages import Finish, PromptLogprobs
 from gpu_runner.schedule.mask_work import MaskWork
 from gpu_runner.schedule.plan import StepLogprobs, StepPlan
 from gpu_runner.schedule.scheduler import Scheduler
@@ -64,6 +64,7 @@ class EngineCore:
         self.stop_ids: dict[int, tuple[int, ...]] = {}
         self.outputs: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[TokenLogprobs]] = {}  # of requests that ask, in the order of their tokens
+        self.prompt_logprobs: dict[int, PromptLogprobs] = {}  # of requests that ask
         self.finish: dict[int, Finish] = {}
         self.finish_order: list[int] = []
         self.row_of: dict[tuple[int, int], int] = {}  # (slot, gen) -> rid
@@ -86,9 +87,10 @@ class EngineCore:
         self._verify()
 
     def stop(self, slot: int, gen: int) -> None:
+        runs = bool(self.scheduler.slots.gen[slot] == gen)  # else it was aborted, and its end may be on its way
         self.scheduler.stop(slot, gen)
         rid = self.row_of.get((slot, gen))
-        if rid is not None and rid not in self.finish:
+        if runs and rid is not None and rid not in self.finish:
             self._finish(rid, Finish.STOP_STRING)
         self._verify()
 
@@ -140,6 +142,20 @@ class EngineCore:
             else:
                 assert got == expected[: len(got)], f"request {rid}"
 
+    def assert_prompts_scored(self, asked: dict[int, int]) -> None:
+        """Every request that has opened has, where that was asked, each token of its prompt scored once, in order, by a
+        `PagedModel`. asked: by rid, how many likely tokens."""
+        assert set(self.prompt_logprobs) == set(self.outputs) & set(asked)
+        for rid, scored in self.prompt_logprobs.items():
+            prompt, num_top = self.prompts[rid], asked[rid]
+            before = prompt[:-1]
+            ids = np.concatenate([prompt[:1], np.column_stack([prompt[1:], *[before] * num_top]).reshape(-1)])
+            assert np.array_equal(np.frombuffer(scored.ids, np.int32), ids)
+            assert np.array_equal(np.frombuffer(scored.logprobs, np.float32)[1:], -np.repeat(before, 1 + num_top))
+            ranks = np.arange(1, len(prompt) + 1)
+            ranks[0] = 0
+            assert np.array_equal(np.frombuffer(scored.ranks, np.int32), ranks)
+
     def assert_nothing_held(self) -> None:
         gauges = self.scheduler.gauges()
         assert gauges["running"] == gauges["waiting"] == 0
@@ -151,6 +167,8 @@ class EngineCore:
             assert (row.slot, row.gen) not in self.row_of, "a row opens once"
             self.row_of[row.slot, row.gen] = row.rid
             self.outputs[row.rid] = []
+            if row.prompt is not None:
+                self.prompt_logprobs[row.rid] = row.prompt
         if output.logprobs is not None:
             self._take_logprobs(output, output.logprobs)
         columns = (output.slots, output.gens, output.tokens, output.finish)

@@ -13,7 +13,7 @@ import numpy as np
 
 from asyncengine.config import MAX_STOP_IDS, PAGE_SIZE
 from asyncengine.wire.messages import Finish
-from gpu_runner.schedule.plan import StepPlan, StepResult
+from gpu_runner.schedule.plan import StepPlan, StepResult, StepScores
 
 POISON = -7
 
@@ -72,13 +72,29 @@ class PagedModel:
         for row in rows:
             if plan.row_samples[row] and not was_done[row]:
                 tokens[row], finish[row] = self._sample(plan, row)
-        return StepResult(plan.step, tokens, finish)
+        return StepResult(plan.step, tokens, finish, scores=self._scores(plan, chunks) if len(plan.scores) else None)
 
     def _inputs(self, plan: StepPlan) -> list[np.ndarray]:
         ends = np.cumsum(plan.row_len[plan.num_decode_rows :])
         prefill = np.split(plan.prefill_tokens, ends[:-1]) if len(ends) else []
         decode = [self.last_token[slot : slot + 1] for slot in plan.row_slot[: plan.num_decode_rows]]
         return decode + prefill
+
+    def _scores(self, plan: StepPlan, chunks: list[np.ndarray]) -> StepScores:
+        """A target's log-probability is minus the number of the token before it, its rank that one's position + 2, and
+        the most likely token is that one, as often as is asked."""
+        starts = [np.arange(start, start + len(chunk)) for start, chunk in zip(plan.row_start, chunks, strict=True)]
+        index, _, wanted = plan.scores.T
+        rows = np.repeat(np.arange(plan.num_rows), plan.row_len)
+        assert np.array_equal(rows[index], plan.score_row), "a scored token is one of its row's"
+        before = np.concatenate(chunks)[index]
+        return StepScores(
+            logprobs=-before.astype(np.float32),
+            ranks=(np.concatenate(starts)[index] + 2).astype(np.int32),
+            top_ends=np.cumsum(wanted, dtype=np.int32),
+            top_ids=np.repeat(before, wanted).astype(np.int32),
+            top_logprobs=np.repeat(-before, wanted).astype(np.float32),
+        )
 
     def _write(self, plan: StepPlan, row: int, tokens: np.ndarray, was_done: bool) -> None:
         slot, begin = plan.row_slot[row], int(plan.row_start[row])

@@ -14,7 +14,7 @@ import pytest
 from support.tokenizers_cache import NAMES, tokenizer_folder
 from tokenizers import Tokenizer
 
-from asyncengine.sampling import SamplingParams
+from asyncengine.sampling import MAX_PROMPT_LOGPROBS, SamplingParams
 from asyncengine.wire.messages import DetokenizeOptions, EncodeChat, EncodeIds, EncodeText, Failed, Generate
 from tokenizer_proc.prompt_encoder import Job, PromptEncoder
 
@@ -261,3 +261,22 @@ def test_only_the_text_that_the_tokenizer_cannot_take_fails(
     assert ids_of(outcomes[0]) == ids_of(outcomes[2])
     assert isinstance(outcomes[1], Failed)
     assert outcomes[1].message == "the prompt cannot be tokenized"
+
+
+def test_a_prompt_alone_runs_for_one_token_that_is_not_shown(encoder: PromptEncoder) -> None:
+    (message,) = encoder.encode([text_job("a b", SamplingParams(max_tokens=0))])
+    assert isinstance(message, Generate)
+    assert message.max_tokens == 1
+    assert msgspec.msgpack.decode(message.detok, type=DetokenizeOptions).no_output
+
+
+def test_the_log_probabilities_of_a_prompt_are_bounded(loaded: Callable[[str], Any]) -> None:
+    encoder = encoder_for(loaded("smollm2"), 10_000)
+    most = MAX_PROMPT_LOGPROBS // (16 * 4)
+    params = SamplingParams(max_tokens=1, n=16, prompt_logprobs=3)
+    jobs = [EncodeIds(1, np.full(size, 5, np.int32).tobytes(), params, "") for size in (most, most + 1)]
+    fits, refused = encoder.encode(jobs)
+    assert isinstance(fits, Generate)
+    assert isinstance(refused, Failed)
+    assert (refused.status, refused.code, refused.param) == (400, "too_many_logprobs", "prompt_logprobs")
+    assert f"its {most + 1} tokens" in refused.message

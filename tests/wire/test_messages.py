@@ -32,6 +32,8 @@ NOT_SENT_ALONE = {
     messages.DetokenizeOptions,
     messages.LogprobColumns,
     messages.Openings,
+    messages.PromptColumns,
+    messages.PromptLogprobs,
 }
 ALL = {cls for cls in vars(messages).values() if isinstance(cls, type) and issubclass(cls, Wire)} - {Wire}
 
