@@ -9,10 +9,6 @@ base-2 logarithm of its weight, and the one that arrives last merges them: no se
                        | range 2 ..... partial, arrived 2 |
 
 `arrived` is zero again when the kernel ends, so every layer and step finds it so.
-
-A step that has decode rows only needs no other kernel for its attention: a program norms and rotates its own queries,
-and the one with a row's last range its newest key, which it writes to its page with the value and has its softmax begin
-with. So the loop reads what earlier steps wrote only.
 """
 
 from __future__ import annotations
@@ -21,11 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from gpu_runner.kernels.attention_decode_kernel import decode_kernel
-from gpu_runner.kernels.attention_parts import LOG2_E
-from gpu_runner.kernels.norm_rope import VALUES_PER_THREAD
+from gpu_runner.kernels.attention_parts import LOG2_E, merge_partials, nearest_own, prefetch_pages
 from gpu_runner.kernels.work_list import ITEM_WORDS, MAX_SPLITS, WorkList
 
 DOT_ROWS = 16
@@ -77,79 +72,15 @@ def decode_attention(
     pdl: list and page table are read before the wait. So the kernel launched just before must be another than their
     writers, and let this one start only behind its own wait, as the one that writes keys and values does.
     """
-    _launch(q, kv_layer, out, work, counts, page_table, scale, tiling, pdl)
-
-
-def rotating_decode_attention(
-    qkv: Tensor,
-    kv_layer: Tensor,
-    out: Tensor,
-    work: WorkList,
-    *,
-    positions: Tensor,
-    kv_index: Tensor,
-    counts: Tensor,
-    page_table: Tensor,
-    rotation: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    scale: float,
-    tiling: DecodeTiling | None = None,
-    pdl: bool = True,
-) -> None:
-    """Attention of a step that has decode rows only, into `out`; their keys and values into their pages.
-
-    The arguments, and what may be read before the wait, are those of `fused_decode_attention`, but for the keys before
-    the newest: they are read behind it. Any number of query heads may share a KV head.
-    """
-    _launch(
-        *(qkv, kv_layer, out, work, counts, page_table, scale, tiling, pdl),
-        positions=positions,
-        kv_index=kv_index,
-        rotation=rotation,
-        q_norm=q_norm,
-        k_norm=k_norm,
-        eps=eps,
-    )
-
-
-def _launch(
-    source: Tensor,
-    kv_layer: Tensor,
-    out: Tensor,
-    work: WorkList,
-    counts: Tensor,
-    page_table: Tensor,
-    scale: float,
-    tiling: DecodeTiling | None,
-    pdl: bool,
-    *,
-    positions: Tensor | None = None,
-    kv_index: Tensor | None = None,
-    rotation: Tensor | None = None,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
-) -> None:
-    """source: the queries; with `rotation` the rows that hold them and the newest keys and values."""
-    num_tokens, num_heads, head_dim = out.shape
+    num_tokens, num_heads, head_dim = q.shape
     _, _, num_kv_heads, page_size, _ = kv_layer.shape
-    tiling = tiling or decode_tiling(head_dim, out.element_size())
-    options: dict[str, Any] = {"launch_pdl": True} if pdl and out.is_cuda else {}
+    tiling = tiling or decode_tiling(head_dim, q.element_size())
+    options: dict[str, Any] = {"launch_pdl": True} if pdl and q.is_cuda else {}
     group = num_heads // num_kv_heads
-    used_rows = triton.next_power_of_2(group)
-    group_rows = max(DOT_ROWS, used_rows)
-    one_access = 32 * tiling.num_warps * VALUES_PER_THREAD // (head_dim // 2)
-    decode_kernel[(work.decode_items(num_tokens) * num_kv_heads,)](
-        source,
+    _decode_kernel[(work.decode_items(num_tokens) * num_kv_heads,)](
+        q,
         kv_layer,
         out,
-        positions,
-        kv_index,
-        rotation,
-        q_norm,
-        k_norm,
         page_table,
         counts,
         work.items,
@@ -160,26 +91,135 @@ def _launch(
         kv_layer.stride(0),
         page_table.stride(0),
         num_tokens,
-        0 if rotation is None else len(rotation),
-        eps,
         scale * LOG2_E,
         KV_HEADS=num_kv_heads,
         GROUP=group,
-        GROUP_ROWS=group_rows,
-        # As many values a thread as `qk_norm_rope_write` takes: sums of squares then add in the same order.
-        ROTATED_ROWS=max(used_rows, min(group_rows, one_access)),
+        GROUP_ROWS=max(DOT_ROWS, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim,
         PAGE=page_size,
-        ROTATE=rotation is not None,
-        HAS_NORM=q_norm is not None,
         BLOCK=tiling.block_tokens,
         STAGES=tiling.num_stages,
         ITEM_WORDS=ITEM_WORDS,
         MAX_SPLITS=MAX_SPLITS,
-        PREFETCH_PAGES=tiling.prefetch_pages if out.is_cuda else 0,
+        PREFETCH_PAGES=tiling.prefetch_pages if q.is_cuda else 0,
         PREFETCH_LANES=32 * tiling.num_warps,
         PDL=bool(options),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         **options,
     )
+
+
+@triton.jit
+def _decode_kernel(
+    q,
+    kv,
+    out,
+    page_table,
+    counts,
+    items,
+    lengths,
+    partial_out,
+    partial_lse,
+    arrived,
+    value_offset,
+    table_stride,
+    num_tokens,
+    scale_log2,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    ITEM_WORDS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    PREFETCH_PAGES: tl.constexpr,
+    PREFETCH_LANES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    index = tl.program_id(0) // KV_HEADS
+    kv_head = tl.program_id(0) % KV_HEADS
+    head_rows = tl.arange(0, GROUP_ROWS)
+    lane = tl.arange(0, HEAD_DIM)
+    key = tl.arange(0, BLOCK)
+
+    # The list and the page table are older than the kernel that this one waits for, which waited for them.
+    live = index < tl.load(lengths)
+    word = items + index * ITEM_WORDS
+    row = tl.load(word, mask=live, other=0)
+    slot = tl.load(word + 1, mask=live, other=0)
+    first = tl.load(word + 2, mask=live, other=0)
+    end = tl.load(word + 3, mask=live, other=0)
+    first_partial = tl.load(word + 4, mask=live, other=0)
+    split = tl.load(word + 5, mask=live, other=0)
+    splits = tl.load(word + 6, mask=live, other=0)
+    seen_from = tl.load(word + 7, mask=live, other=0)
+    table = page_table + slot.to(tl.int64) * table_stride
+    if PREFETCH_PAGES > 0:
+        prefetch_pages(
+            table, first, end, kv, value_offset, kv_head, KV_HEADS, HEAD_DIM, PAGE, PREFETCH_PAGES, PREFETCH_LANES
+        )
+    page = tl.load(table + nearest_own(first + key, seen_from, end) // PAGE, mask=live, other=0)
+    first_padding = tl.load(counts + 2) + index
+    if PDL:
+        # Without work a program may end before the kernel before does, but not all of them.
+        if live | (first_padding < num_tokens) | (tl.program_id(0) == 0):
+            tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    heads = KV_HEADS * GROUP
+    head = kv_head * GROUP + head_rows
+    member = (head_rows < GROUP)[:, None]
+    for token in range(first_padding, num_tokens, tl.num_programs(0) // KV_HEADS):
+        padding = out + ((head_rows.to(tl.int64) * 0 + token) * heads + head)[:, None] * HEAD_DIM + lane[None, :]
+        tl.store(padding, tl.zeros((GROUP_ROWS, HEAD_DIM), out.dtype.element_ty), mask=member)
+
+    if live:
+        in_row = (row * heads + head)[:, None] * HEAD_DIM + lane[None, :]
+        query = tl.load(q + in_row, mask=member, other=0.0)
+        largest = tl.full((GROUP_ROWS,), -1.0e30, tl.float32)
+        weight = tl.zeros((GROUP_ROWS,), tl.float32)
+        total = tl.zeros((GROUP_ROWS, HEAD_DIM), tl.float32)
+        for tile in tl.range(first, end, BLOCK, num_stages=STAGES):
+            position = nearest_own(tile + key, seen_from, end)
+            line = (page.to(tl.int64) * KV_HEADS + kv_head) * PAGE + (position & (PAGE - 1))
+            place = kv + line[:, None] * HEAD_DIM + lane[None, :]
+            # The next tile's, so that no load of keys waits for a load of pages.
+            page = tl.load(table + nearest_own(tile + BLOCK + key, seen_from, end) // PAGE)
+            score = tl.dot(query, tl.trans(tl.load(place)), input_precision="ieee") * scale_log2
+            score = tl.where((tile + key == position)[None, :], score, float("-inf"))
+            new_largest = tl.maximum(largest, tl.max(score, axis=1))
+            share = tl.exp2(score - new_largest[:, None])
+            shrink = tl.exp2(largest - new_largest)
+            weight = weight * shrink + tl.sum(share, axis=1)
+            value = tl.load(place + value_offset)
+            total = tl.dot(share.to(value.dtype), value, total * shrink[:, None], input_precision="ieee")
+            largest = new_largest
+        total = total / weight[:, None]
+        if splits == 1:
+            tl.store(out + in_row, total.to(out.dtype.element_ty), mask=member)
+        else:
+            partial = (first_partial + split) * heads + head
+            tl.store(partial_out + partial[:, None] * HEAD_DIM + lane[None, :], total, mask=member)
+            tl.store(partial_lse + partial, largest + tl.log2(weight), mask=head_rows < GROUP)
+            # All threads' stores happen before the count that tells others of them.
+            tl.debug_barrier()
+            counter = arrived + first_partial * KV_HEADS + kv_head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
+                tl.store(counter, 0)
+                merge_partials(
+                    out,
+                    partial_out,
+                    partial_lse,
+                    row,
+                    first_partial,
+                    splits,
+                    kv_head,
+                    KV_HEADS,
+                    GROUP,
+                    HEAD_DIM,
+                    MAX_SPLITS,
+                    1,
+                )

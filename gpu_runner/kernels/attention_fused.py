@@ -42,7 +42,7 @@ FEW_ROWS = 16
 """Up to here a multiprocessor has about one program."""
 MAX_ROWS = 32
 """From more on, keys and values that stream through shared memory hide more of each other's ways than registers do:
-`rotating_decode_attention` is faster."""
+`attention_decode` behind a kernel that rotates is faster."""
 
 
 @dataclass(frozen=True, slots=True)

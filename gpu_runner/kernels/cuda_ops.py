@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asyncengine.config import PAGE_SIZE
 from gpu_runner.kernels import linear, norm_rope
-from gpu_runner.kernels.attention_decode import decode_attention, rotating_decode_attention
+from gpu_runner.kernels.attention_decode import decode_attention
 from gpu_runner.kernels.attention_fused import MAX_ROWS, can_fuse, fused_decode_attention
 from gpu_runner.kernels.attention_prefill import prefill_attention
 from gpu_runner.kernels.linear_config import FmaConfig, LinearConfig, choose, largest_scratch
@@ -101,11 +101,9 @@ class CudaOps:
         work, counts, table = meta.work[window], meta.step.counts, meta.page_table
         rotation = self._rotations(inv_freq, table.shape[1] * PAGE_SIZE)
         _, _, num_kv_heads, _, head_dim = kv_layer.shape
-        if not meta.prefill:
-            few = tokens <= MAX_ROWS and can_fuse(num_heads, num_kv_heads, head_dim)
-            attend = fused_decode_attention if few else rotating_decode_attention
+        if not meta.prefill and tokens <= MAX_ROWS and can_fuse(num_heads, num_kv_heads, head_dim):
             out = qkv.new_empty(tokens, num_heads, head_dim)
-            attend(
+            fused_decode_attention(
                 *(qkv, kv_layer, out, work),
                 positions=positions,
                 kv_index=kv_index,
@@ -129,7 +127,8 @@ class CudaOps:
         )
         out = torch.empty_like(q)
         decode_attention(q, kv_layer, out, work, counts=counts, page_table=table, scale=scale, pdl=self._pdl)
-        prefill_attention(q, kv_layer, out, work, page_table=table, scale=scale, pdl=self._pdl)
+        if meta.prefill:
+            prefill_attention(q, kv_layer, out, work, page_table=table, scale=scale, pdl=self._pdl)
         return out
 
     def _rotations(self, inv_freq: Tensor, capacity: int) -> Tensor:

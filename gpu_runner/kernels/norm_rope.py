@@ -230,14 +230,15 @@ def _qk_norm_rope_write_kernel(
         source = qkv + token * (TOTAL * HEAD_DIM) + head * HEAD_DIM + dim[None, :]
         raw = tl.load(source, mask=mask, other=0.0)
         raw_second = tl.load(source + HALF, mask=mask, other=0.0)
-        scale, second_scale = 0.0, 0.0
+        first, second = raw.to(tl.float32), raw_second.to(tl.float32)
         if HAS_NORM:
-            place = tl.where(is_q, q_norm, k_norm) + dim[None, :]
-            scale = tl.load(place, mask=mask, other=0.0)
-            second_scale = tl.load(place + HALF, mask=mask, other=0.0)
-        rotated, rotated_second = normed_and_rotated_halves(
-            raw, raw_second, scale, second_scale, cos, sin, eps, HEAD_DIM, HAS_NORM, dtype
-        )
+            scale = tl.where(is_q, q_norm, k_norm) + dim[None, :]
+            squares = tl.sum(first * first + second * second, axis=1, keep_dims=True)
+            root = tl.rsqrt(squares / HEAD_DIM + eps)
+            first = rounded_scale(first * root, tl.load(scale, mask=mask, other=0.0), dtype)
+            second = rounded_scale(second * root, tl.load(scale + HALF, mask=mask, other=0.0), dtype)
+        rotated = (first * cos - second * sin).to(dtype)
+        rotated_second = (second * cos + first * sin).to(dtype)
 
         target = out + token * (HEADS * HEAD_DIM) + head * HEAD_DIM + dim[None, :]
         tl.store(target, rotated, mask=mask & is_q)
@@ -246,21 +247,6 @@ def _qk_norm_rope_write_kernel(
         target = kv_layer + cell + tl.where(is_v, plane, 0) + kv_head * (PAGE * HEAD_DIM) + dim[None, :]
         tl.store(target, tl.where(is_v, raw, rotated), mask=mask & ~is_q)
         tl.store(target + HALF, tl.where(is_v, raw_second, rotated_second), mask=mask & ~is_q)
-
-
-@triton.jit
-def normed_and_rotated_halves(
-    first, second, scale, second_scale, cos, sin, eps,
-    HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """Halves of heads, [heads, HEAD_DIM / 2]. In tiles of one layout the sum of squares is one to the last bit."""
-    first, second = first.to(tl.float32), second.to(tl.float32)
-    if HAS_NORM:
-        squares = tl.sum(first * first + second * second, axis=1, keep_dims=True)
-        root = tl.rsqrt(squares / HEAD_DIM + eps)
-        first = rounded_scale(first * root, scale, dtype)
-        second = rounded_scale(second * root, second_scale, dtype)
-    return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)
 
 
 @triton.jit

@@ -44,14 +44,13 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int
-    normed: bool = False
 
     @property
     def token_bytes(self) -> int:
         return 2 * self.kv_heads * self.head_dim * 2
 
 
-QWEN = Shape("Qwen3-0.6B", 16, 8, 128, normed=True)
+QWEN = Shape("Qwen3-0.6B", 16, 8, 128)
 LLAMA = Shape("Llama-3.1-8B", 32, 8, 128)
 SMOLLM = Shape("SmolLM2-135M", 9, 3, 64)
 

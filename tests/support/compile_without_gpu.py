@@ -44,7 +44,7 @@ class Hopper:
 def main() -> None:
     hopper = Hopper()
     driver.set_active(hopper)
-    config = EngineConfig(load_format="dummy", max_num_seqs=40, max_num_batched_tokens=40, kv_cache_tokens=640)
+    config = EngineConfig(load_format="dummy", max_num_seqs=1, max_num_batched_tokens=16, kv_cache_tokens=256)
     with (
         patch("torch.cuda.mem_get_info", return_value=(1 << 36, 1 << 36)),
         patch("torch.cuda.memory_reserved", return_value=0),
