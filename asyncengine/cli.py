@@ -29,7 +29,7 @@ from asyncengine.config import (
     ToolCallParserName,
     runs_on_cpu,
 )
-from asyncengine.errors import EngineError, StartupError
+from asyncengine.errors import EngineError, InvalidRequestError, StartupError
 from asyncengine.telemetry import export_spans_to, make_tracing
 
 if TYPE_CHECKING:
@@ -365,6 +365,8 @@ def chat_command(args: argparse.Namespace) -> int:
     from asyncengine.sampling import SamplingParams
 
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
+    if params.max_tokens == 0:
+        raise InvalidRequestError("a chat's max_tokens must be at least 1, got 0", param="max_tokens")
     with ConsoleProgress() as progress:
         if args.url:
             backend: Backend = ServerBackend(args.url)
