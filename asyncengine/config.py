@@ -46,6 +46,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         quarter of free host memory on a CPU, at most what `max_num_seqs` full-length rows need).
     tool_call_parser, reasoning_parser: how the model writes its tool calls and its reasoning; "auto" is what its chat
         template shows.
+    max_crashes, crash_window_seconds: a sidecar that is lost is replaced and its work taken up again; so many losses
+        within that time end the engine. 1 = the first does.
     """
 
     model: str = "default"
@@ -65,6 +67,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: ReasoningParserName = "auto"
     tokenizer_workers: int = 1
     detokenizer_workers: int = 1
+    max_crashes: int = 3
+    crash_window_seconds: float = 60.0
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -86,6 +90,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("kv_cache_tokens", 1, 2**40),
             ("tokenizer_workers", 1, 64),
             ("detokenizer_workers", 1, 64),
+            ("max_crashes", 1, 10**6),
+            ("crash_window_seconds", 0.1, 1e6),
         ):
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
@@ -118,6 +124,8 @@ class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_path: the model folder or .gguf file on this machine, already resolved. run_dir: the 0700 directory that
     holds the engine's ipc sockets. index: which of the role's workers this is. listen_fds: of an API worker, the
     inherited sockets on which it serves. api_workers: how many such workers there are. console: whether they serve it.
+    life: how many were in its place before it and were lost. lives: the same of every other process that has been
+    replaced, by `worker_key`.
     """
 
     engine: EngineConfig
@@ -128,6 +136,13 @@ class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):
     listen_fds: tuple[int, ...] = ()
     api_workers: int = 0
     console: bool = True
+    life: int = 0
+    lives: dict[str, int] = {}
+
+
+def worker_key(role: Role, index: int) -> str:
+    """Names a process in `SidecarConfig.lives`."""
+    return f"{role}.{index}"
 
 
 class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,7 +151,7 @@ class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: where the sockets are. job: what it is for. incarnation: tells it from the one that was there before it, in
     the name of its pipe and in what it says. eos_ids: the model's end-of-sequence tokens, at least one. mask_fd:
     inherited memory of masks, [num_slots, mask_words] int32, bit i of a slot's words is token i; -1 where it writes
-    none.
+    none. life: gpu_runner's.
     """
 
     model_path: str
@@ -147,3 +162,4 @@ class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True):
     mask_fd: int = -1
     num_slots: int = 0
     mask_words: int = 0
+    life: int = 0

@@ -9,7 +9,7 @@ import msgspec
 from asyncengine.config import SchedulingPolicy, ToolCallFormat
 from asyncengine.wire.messages import MemoryAccount
 
-HealthState = Literal["starting", "ready", "stalled", "failed", "closed"]
+HealthState = Literal["starting", "ready", "stalled", "recovering", "failed", "closed"]
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,8 +43,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """state: "ready" is the only one that serves; "stalled" may recover (a process has stopped sending heartbeats),
-    "failed" and "closed" do not. detail: one sentence for a person, "" while ready."""
+    """state: "ready" is the only one that serves at once. "stalled" may recover (a process has stopped sending
+    heartbeats), "recovering" takes requests, which wait until a lost process has been replaced; "failed" and "closed"
+    end it. detail: one sentence for a person, "" while ready."""
 
     state: HealthState
     detail: str = ""

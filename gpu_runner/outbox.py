@@ -60,9 +60,14 @@ def _frame(output: StepOutput) -> StepFrame:
     )
 
 
-def _logprob_columns(logprobs: StepLogprobs | None) -> tuple[bytes, ...]:
-    """The frame's last fields."""
+def _logprob_columns(logprobs: StepLogprobs | None) -> tuple[bytes, bytes, bytes, bytes, bytes]:
+    """The frame's fields behind `opens`."""
     if logprobs is None:
-        return ()
-    columns = (logprobs.rows, logprobs.logprobs, logprobs.top_ends, logprobs.top_ids, logprobs.top_logprobs)
-    return tuple(column.tobytes() for column in columns)
+        return b"", b"", b"", b"", b""
+    return (
+        logprobs.rows.tobytes(),
+        logprobs.logprobs.tobytes(),
+        logprobs.top_ends.tobytes(),
+        logprobs.top_ids.tobytes(),
+        logprobs.top_logprobs.tobytes(),
+    )

@@ -26,6 +26,7 @@ from asyncengine.wire.messages import (
     EncodeText,
     Failed,
     Generate,
+    Relink,
     TokenizeChat,
     TokenizerInfo,
     TokenizeText,
@@ -126,7 +127,7 @@ class Worker:
         for message in messages:
             if isinstance(message, Question):
                 questions.append(message)
-            else:
+            elif not isinstance(message, Relink):
                 arrived.append(message)
         aborted = {message.rid for message in arrived if isinstance(message, Abort)}
         kept = [message for message in arrived if isinstance(message, Abort) or not _all_aborted(message, aborted)]

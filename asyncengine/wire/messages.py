@@ -5,7 +5,8 @@ Frames are columnar: one Struct per step or batch whose `bytes` fields are littl
 untracked by the garbage collector; each pipe has one `Decoder` over the union of what it may carry.
 
     engine -> tokenizer      EncodeText | EncodeIds | EncodeChat | Abort | TokenizeText | TokenizeChat | Detokenize
-    tokenizer -> gpu_runner  Generate | Abort                              ("requests")
+                             | Relink
+    tokenizer -> gpu_runner  Generate | Abort | Relink                     ("requests")
     engine, detokenizer -> gpu_runner  Abort | StopHit                     ("control")
     gpu_runner -> detokenizer          StepFrame
     detokenizer -> engine              Deltas
@@ -25,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from asyncengine.config import ToolCallFormat
+from asyncengine.config import Role, ToolCallFormat
 from asyncengine.sampling import SamplingParams, Structured
 
 
@@ -49,13 +50,27 @@ class Wire(msgspec.Struct, frozen=True, array_like=True, gc=False):
 # ------------------------------------------------------------------------------------------------ engine -> tokenizer
 
 
+class Resume(Wire, frozen=True, tag=9):
+    """Where choice number `choice` of a request goes on that was lost with a process.
+
+    ids: int32 array, the output it has: it is continued as if it had just produced them. shown: bytes of its text that
+    its caller has; the text of `ids` may be less (a token that was computed again) or more (text held back).
+    """
+
+    choice: int
+    ids: bytes
+    shown: int
+
+
 class EncodeText(Wire, frozen=True, tag=1):
-    """Tokenize one prompt and pass it on. `rid` .. `rid + params.n - 1` are the request's choices."""
+    """Tokenize one prompt and pass it on. `rid` .. `rid + params.n - 1` are the request's choices; or, where `resume`
+    is not empty, `rid` .. `rid + len(resume) - 1` are those it names, in its order, and there are no others."""
 
     rid: int
     text: str
     params: SamplingParams
     namespace: str
+    resume: tuple[Resume, ...] = ()
 
 
 class EncodeIds(Wire, frozen=True, tag=2):
@@ -65,6 +80,7 @@ class EncodeIds(Wire, frozen=True, tag=2):
     ids: bytes
     params: SamplingParams
     namespace: str
+    resume: tuple[Resume, ...] = ()
 
 
 class Markup(Wire, frozen=True, tag=8):
@@ -95,6 +111,7 @@ class EncodeChat(Wire, frozen=True, tag=3):
     template_kwargs: bytes = b""
     tools: bytes = b""
     markup: Markup | None = None
+    resume: tuple[Resume, ...] = ()
 
 
 class Abort(Wire, frozen=True, tag=4):
@@ -102,6 +119,16 @@ class Abort(Wire, frozen=True, tag=4):
     is found whether the request is still being tokenized or already runs."""
 
     rid: int
+
+
+class Relink(Wire, frozen=True, tag=12):
+    """Worker `index` of `role` was lost, and `life` is the number of the one in its place: whoever writes to it drops
+    what has not left, and connects to the new one's pipe (`pipes.pipe_name`). Goes ahead of whatever was sent again
+    because of the loss, on the same pipes; repeated and late ones, whose `life` is not news, are ignored."""
+
+    role: Role
+    index: int
+    life: int
 
 
 class TokenizeText(Wire, frozen=True, tag=5):
@@ -139,7 +166,8 @@ class Generate(Wire, frozen=True, tag=10):
     """One prompt, ready to run.
 
     ids: int32 array, at least one token. `max_tokens` is resolved (never None) and ids + max_tokens fits the context.
-    detok: opaque to gpu_runner; a msgpack `DetokenizeOptions`, emitted with the first token.
+    detok: opaque to gpu_runner; a msgpack `DetokenizeOptions`, emitted with the first token. resume: as in
+    `EncodeText`; `max_tokens` counts what the choices have already.
     """
 
     rid: int
@@ -148,6 +176,7 @@ class Generate(Wire, frozen=True, tag=10):
     max_tokens: int
     detok: bytes
     namespace: str
+    resume: tuple[Resume, ...] = ()
 
 
 class StopHit(Wire, frozen=True, tag=11):
@@ -195,7 +224,9 @@ class Open(Wire, frozen=True, tag=21):
     """A row's first appearance, in the same frame as its first token (or as its end, if it ends without one).
 
     queued_ns, started_ns, first_token_ns: when gpu_runner took it in, first planned it and had its first token; by
-    CLOCK_MONOTONIC, 0 = not told. prompt: where the request asks for its log-probabilities.
+    CLOCK_MONOTONIC, 0 = not told. prompt: where the request asks for its log-probabilities. resumed: int32 array,
+    output tokens that come before those of the frames and are not sent again; nor are the first `shown` bytes of the
+    row's text (see `Resume`).
     """
 
     slot: int
@@ -208,6 +239,8 @@ class Open(Wire, frozen=True, tag=21):
     started_ns: int = 0
     first_token_ns: int = 0
     prompt: PromptLogprobs | None = None
+    resumed: bytes = b""
+    shown: int = 0
 
 
 class StepFrame(Wire, frozen=True, tag=22):
@@ -219,6 +252,7 @@ class StepFrame(Wire, frozen=True, tag=22):
     ascending indices below R, each with a token; logprobs: float32 [L], of the row's token. top_ends: int32 [L], end
     offset of each row's most likely tokens in top_ids (int32) and top_logprobs (float32): falling log-probability,
     smaller id first among equals.
+    life: of the gpu_runner that sends it. The first frame of each, which may be empty, ends all rows of the one before.
     """
 
     step: int
@@ -232,6 +266,7 @@ class StepFrame(Wire, frozen=True, tag=22):
     top_ends: bytes = b""
     top_ids: bytes = b""
     top_logprobs: bytes = b""
+    life: int = 0
 
 
 # --------------------------------------------------------------------------------------------- detokenizer -> engine
@@ -285,6 +320,7 @@ class Deltas(Wire, frozen=True, tag=30):
     text those tokens began, so they may come later than the token's id, and not at all (see
     `detokenizer_proc.logprob_gate`).
     prompts: of the requests that asked for their prompt's log-probabilities and appear for the first time.
+    shard: index of the detokenizer that sends it, which has these rows to their end.
     """
 
     rids: bytes
@@ -299,6 +335,7 @@ class Deltas(Wire, frozen=True, tag=30):
     logprobs: LogprobColumns | None = None
     openings: Openings | None = None
     prompts: tuple[PromptColumns, ...] = ()
+    shard: int = 0
 
 
 class Encoded(Wire, frozen=True, tag=31):
@@ -353,13 +390,14 @@ class EngineStatus(Wire, frozen=True, tag=34):
 
     state, detail: as in `engine_info.Health`; "failed" and "closed" end the worker. info: the fields of `EngineInfo`,
     none in these.
-    gauges: gpu_runner's latest.
+    gauges: gpu_runner's latest. lives: of every process that has been replaced and is ready, by "role.index".
     """
 
     state: str
     detail: str
     info: dict[str, Any]
     gauges: dict[str, int]
+    lives: dict[str, int] = {}
 
 
 # -------------------------------------------------------------------------------------- gpu_runner <-> grammar process
@@ -425,13 +463,15 @@ class MatchFailed(Wire, frozen=True, tag=56):
 
 
 class Progress(Wire, frozen=True, tag=40):
-    """A phase of start-up: `done` of `total` units (bytes while weights load); total 0 = no measure."""
+    """A phase of start-up: `done` of `total` units (bytes while weights load); total 0 = no measure. life: as in
+    `SidecarConfig`, here and below: what a dead one said does not count for the one in its place."""
 
     role: str
     index: int
     phase: str
     done: int
     total: int
+    life: int = 0
 
 
 class Ready(Wire, frozen=True, tag=41):
@@ -442,6 +482,7 @@ class Ready(Wire, frozen=True, tag=41):
     pid: int
     seconds: float
     info: dict[str, Any]
+    life: int = 0
 
 
 class Heartbeat(Wire, frozen=True, tag=42):
@@ -450,6 +491,7 @@ class Heartbeat(Wire, frozen=True, tag=42):
     role: str
     index: int
     gauges: dict[str, int]
+    life: int = 0
 
 
 class Fatal(Wire, frozen=True, tag=43):
@@ -458,10 +500,11 @@ class Fatal(Wire, frozen=True, tag=43):
     role: str
     index: int
     message: str
+    life: int = 0
 
 
-ToTokenizer = EncodeText | EncodeIds | EncodeChat | Abort | TokenizeText | TokenizeChat | Detokenize
-ToRunner = Generate | Abort
+ToTokenizer = EncodeText | EncodeIds | EncodeChat | Abort | Relink | TokenizeText | TokenizeChat | Detokenize
+ToRunner = Generate | Abort | Relink
 ToRunnerControl = Abort | StopHit
 ToDetokenizer = StepFrame
 ToEngine = Deltas | Encoded | Failed | Tokenized | Detokenized | Cancel | Cancelled | EngineStatus

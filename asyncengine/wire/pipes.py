@@ -6,6 +6,9 @@ The receiver binds, senders connect, so a pipe is named after who reads it. Pipe
     runner.control  engine, detokenizers -> gpu_runner    detokenizer.{j}   gpu_runner -> detokenizer worker j
     engine.{w}      everyone -> API worker w              supervisor        every sidecar -> supervisor
     grammar.{k}     gpu_runner -> its k-th grammar process    runner.grammar   grammar processes -> gpu_runner
+
+The pipes into a process that took the place of a lost one have names of their own (`pipe_name`): what was sent to the
+lost one is lost with it, all of it, and nothing of that is found by its successor.
 """
 
 from __future__ import annotations
@@ -37,6 +40,11 @@ def make_run_dir() -> Path:
         path.rmdir()
         raise OSError(f"the temporary directory {path.parent} has too long a name for sockets; set TMPDIR")
     return path
+
+
+def pipe_name(name: str, life: int) -> str:
+    """Pipe `name` of a process that is number `life` in its place; the first is number 0."""
+    return f"{name}.{life}" if life else name
 
 
 class Pipes:

@@ -168,28 +168,28 @@ async def test_known_requests_give_exact_counts(engine: AsyncEngine) -> None:
     await collect(engine.generate([20, 21], SamplingParams(n=3, max_tokens=5, ignore_eos=True)))
     with pytest.raises(InvalidRequestError):
         await collect(engine.generate([1] * 3000, SamplingParams(n=2)))
-    async with aclosing(engine.generate([30], SamplingParams(max_tokens=1900, ignore_eos=True))) as deltas:
+    left = dict.fromkeys(range(4), 0)  # tokens of four choices that take all rows, so that what comes then has to wait
+    async with aclosing(engine.generate([30], SamplingParams(n=4, max_tokens=1900, ignore_eos=True))) as deltas:
         async for delta in deltas:
-            if delta.completion_tokens >= 3:
+            left[delta.index] = delta.completion_tokens
+            if min(left.values()) >= 3:
                 break
-    left = delta.completion_tokens
-    queued = [asyncio.create_task(collect(engine.generate([40] * 1000, SamplingParams(n=16)))) for _ in range(1)]
-    await asyncio.sleep(0)
-    for task in queued:
-        task.cancel()
-    await asyncio.gather(*queued, return_exceptions=True)
+        queued = asyncio.create_task(collect(engine.generate([40] * 1000, SamplingParams(n=16))))
+        await asyncio.sleep(0)
+        queued.cancel()
+        await asyncio.gather(queued, return_exceptions=True)
     totals = engine.totals()
     ended = {reason: totals.counters[f"finished_{reason}"] for reason in FINISH_REASONS}
-    assert ended == {"stop": 3, "length": 3, "abort": 1 + 16, "error": 0}
-    assert totals.counters["prompt_tokens"] == 3 * 7 + 3 * 2 + 1
-    tokens = 3 * 8 + 3 * 5
-    assert tokens + left <= totals.counters["generation_tokens"] <= tokens + left + 50
-    assert observed(totals, "time_to_first_token")[0] == observed(totals, "prompt_length")[0] == 3 + 3 + 1
+    assert ended == {"stop": 3, "length": 3, "abort": 4 + 16, "error": 0}
+    assert totals.counters["prompt_tokens"] == 3 * 7 + 3 * 2 + 4
+    tokens = 3 * 8 + 3 * 5 + sum(left.values())  # more may have come of the choices that were left
+    assert totals.counters["generation_tokens"] >= tokens
+    assert observed(totals, "time_to_first_token")[0] == observed(totals, "prompt_length")[0] == 3 + 3 + 4
     assert observed(totals, "e2e_latency")[0] == observed(totals, "output_length")[0] == sum(ended.values())
-    assert observed(totals, "output_length")[1] == tokens + left
-    assert observed(totals, "choices") == (7, 3 + 3 + 2 + 1 + 16)
+    assert observed(totals, "output_length")[1] >= tokens
+    assert observed(totals, "choices") == (7, 3 + 3 + 2 + 4 + 16)
     gaps, gap_seconds = observed(totals, "inter_token_latency")
-    assert gaps <= tokens + left - 7
+    assert gaps <= observed(totals, "output_length")[1] - 10
     assert gap_seconds <= observed(totals, "e2e_latency")[1]
 
 

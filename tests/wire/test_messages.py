@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -28,6 +28,7 @@ PIPES: dict[str, Any] = {
 }
 NOT_SENT_ALONE = {
     messages.Markup,
+    messages.Resume,
     messages.Open,
     messages.DetokenizeOptions,
     messages.LogprobColumns,
@@ -91,6 +92,8 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple and arguments[1:] == (...,):
         return st.lists(values_of(arguments[0]), max_size=3).map(tuple)
+    if origin is Literal:
+        return st.sampled_from(arguments)
     if origin is dict:
         return st.dictionaries(values_of(arguments[0]), values_of(arguments[1]), max_size=3)
     if origin in (types.UnionType, typing.Union):
