@@ -157,4 +157,4 @@ def test_a_step_frame_pays_for_log_probabilities_only_where_they_are_asked() -> 
     columns = ("logprob_rows", "logprobs", "top_ends", "top_ids", "top_logprobs")
     assert [getattr(frame, name) for name in columns] == [b""] * 5
     without = msgspec.msgpack.encode([22, 7, column, column, column, bytes(64), ()])
-    assert len(encoded) == len(without) + 5 * len(msgspec.msgpack.encode(b""))
+    assert len(encoded) == len(without) + 5 * len(msgspec.msgpack.encode(b"")) + len(msgspec.msgpack.encode(frame.life))
