@@ -17,7 +17,8 @@ MAX_DELTAS_BYTES = 4 * 1024 * 1024
 
 class PendingDelta:
     """New text and ids of one request since its last `Deltas` entry. `queued`: it waits in its outbox. `opened`: its
-    `Open`, until the first entry has been sent; and so `prompt`, if it was asked for."""
+    `Open`, until the first entry has been sent; and so `prompt`, if it was asked for. `shown`: bytes at the beginning
+    of `text`, and of what follows it, that the caller has already and that are not sent."""
 
     __slots__ = (
         "cached_tokens",
@@ -29,6 +30,7 @@ class PendingDelta:
         "prompt_tokens",
         "queued",
         "rid",
+        "shown",
         "stop_reason",
         "text",
     )
@@ -39,11 +41,27 @@ class PendingDelta:
         self.cached_tokens = opened.cached_tokens
         self.opened: Open | None = opened
         self.prompt: PromptColumns | None = None
+        self.shown = opened.shown
         self.text: list[str] = []
         self.ids: list[int] = []
         self.logprobs: ShownLogprobs | None = None
         self.finish = int(Finish.NONE)
         self.stop_reason = -1
+        self.queued = False
+
+    def unsent_text(self) -> bytes:
+        """UTF-8."""
+        data = "".join(self.text).encode()
+        return data[self.shown :] if self.shown else data
+
+    def mark_sent(self) -> None:
+        """All of it has left its outbox."""
+        if self.shown:
+            self.shown -= min(self.shown, len("".join(self.text).encode()))
+        self.text.clear()
+        self.ids.clear()
+        self.logprobs = None
+        self.opened = self.prompt = None
         self.queued = False
 
 
@@ -55,8 +73,10 @@ class DeltaOutbox:
     record rid  a   b   b+c    b+c+d -> one entry, nothing lost, order kept
     """
 
-    def __init__(self, sender: Sender) -> None:
+    def __init__(self, sender: Sender, *, shard: int) -> None:
+        """shard: index of this detokenizer."""
         self._sender = sender
+        self._shard = shard
         self._waiting: list[PendingDelta] = []
 
     @property
@@ -74,16 +94,12 @@ class DeltaOutbox:
         while self._waiting:
             if not self._sender.writable():
                 return False
-            message, count = _to_wire(self._waiting)
+            message, count = _to_wire(self._waiting, self._shard)
             if not self._sender.try_send(message):
                 return False
             sent, self._waiting = self._waiting[:count], self._waiting[count:]
             for delta in sent:
-                delta.text.clear()
-                delta.ids.clear()
-                delta.logprobs = None
-                delta.opened = delta.prompt = None
-                delta.queued = False
+                delta.mark_sent()
         return True
 
     def check_integrity(self) -> None:
@@ -92,13 +108,13 @@ class DeltaOutbox:
         assert all(delta.queued for delta in self._waiting)
 
 
-def _to_wire(waiting: list[PendingDelta]) -> tuple[Deltas, int]:
+def _to_wire(waiting: list[PendingDelta], shard: int) -> tuple[Deltas, int]:
     """A message of the first of `waiting`, at least one and as many as fit, and their number."""
     texts: list[bytes] = []
     text_ends, ids, ids_ends = array("i"), array("i"), array("i")
     end = logprob_bytes = prompt_bytes = 0
     for delta in waiting:
-        data = "".join(delta.text).encode()
+        data = delta.unsent_text()
         if delta.logprobs is not None:
             logprob_bytes += delta.logprobs.nbytes
         if delta.prompt is not None:
@@ -131,6 +147,7 @@ def _to_wire(waiting: list[PendingDelta]) -> tuple[Deltas, int]:
         )
         if prompt_bytes
         else (),
+        shard=shard,
     )
     return message, len(batch)
 

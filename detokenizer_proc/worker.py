@@ -1,6 +1,6 @@
 """The detokenizer's loop: step frames in, one `Deltas` message per API worker and turn out, stop hits back.
 
-There is one Python loop over rows, in `Worker.take`; a row's step is a table look-up and, with stop strings, one
+There is one Python loop over rows, in `Worker._push`; a row's step is a table look-up and, with stop strings, one
 automaton step per character.
 """
 
@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Iterable
 from functools import lru_cache
 
 import msgspec
 
-from asyncengine.config import API_WORKER_SHIFT, SidecarConfig
+from asyncengine.config import API_WORKER_SHIFT, SidecarConfig, worker_key
 from asyncengine.tokenizer_file import load_tokenizer
 from asyncengine.wire.accounting import RingWriter, TurnRecord
 from asyncengine.wire.messages import DetokenizeOptions, Finish, Open, StepFrame, StopHit, ToDetokenizer
-from asyncengine.wire.pipes import Pipes
+from asyncengine.wire.pipes import Pipes, pipe_name
 from asyncengine.wire.sidecar import HEARTBEAT_SECONDS, Reporter
-from detokenizer_proc.deltas import DeltaOutbox, PendingDelta
+from detokenizer_proc.deltas import DeltaOutbox
 from detokenizer_proc.logprob_columns import Entry, prompt_columns, step_logprobs
 from detokenizer_proc.logprob_gate import LogprobGate
+from detokenizer_proc.row import Row
 from detokenizer_proc.stop_strings import StopAutomaton, StopSearch
-from detokenizer_proc.text_stream import TextStream
 from detokenizer_proc.vocabulary import Vocabulary
 
 ENGINE_HIGH_WATER_MARK = 2
@@ -35,48 +36,39 @@ CACHED_AUTOMATA = 256
 NO_TOKEN = -1
 
 
-class Row:
-    """One open stream: the row that holds a slot in generation `gen`. gate: what its text passes, None when all is
-    shown at once. no_output: its token is not shown at all."""
-
-    __slots__ = ("delta", "gate", "gen", "include_stop", "no_output", "outbox", "slot", "stream")
-
-    def __init__(
-        self,
-        opened: Open,
-        *,
-        stream: TextStream,
-        search: StopSearch | None,
-        include_stop: bool,
-        no_output: bool,
-        logprobs: bool,
-        outbox: DeltaOutbox,
-    ) -> None:
-        self.slot = opened.slot
-        self.gen = opened.gen
-        self.stream = stream
-        self.include_stop = include_stop
-        self.no_output = no_output
-        self.outbox = outbox
-        self.delta = PendingDelta(opened)
-        self.gate: StopSearch | LogprobGate | None = LogprobGate(search, self.delta) if logprobs else search
-
-
 class Worker:
     """Detokenizer worker `index`: owns its pipes' ends and every open row.
 
     gpu_runner   step N: slot 3 gen 7        step N+1: slot 3 gen 7     step N+2: slot 3 gen 8
     here         stop found, StopHit(3, 7),  ignored: no such row       Open(3, 8) came with it
                  row forgotten
+
+    gpu_runner is lost and replaced; the pipe into here stays, and may still hold frames of the lost one:
+
+    life 0       step N, killed      step N+1, late
+    life 1                empty frame          step 0: Open(3, 1), resumed
+    here         rows     forgotten   dropped  a row again, which goes on where its caller's text ends
     """
 
-    def __init__(self, vocabulary: Vocabulary, pipes: Pipes, *, index: int, ring: RingWriter[TurnRecord]) -> None:
-        """ring: where each turn is recorded."""
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        pipes: Pipes,
+        *,
+        index: int,
+        ring: RingWriter[TurnRecord],
+        life: int = 0,
+        runner_life: int = 0,
+    ) -> None:
+        """ring: where each turn is recorded. life, runner_life: this worker's, and that of gpu_runner as far as is
+        known; its frames tell when it is another one."""
         self._vocabulary = vocabulary
         self._pipes = pipes
+        self._index = index
         self._ring = ring
-        self._frames = pipes.receiver(f"detokenizer.{index}", ToDetokenizer)
-        self._control = pipes.sender("runner.control")
+        self._frames = pipes.receiver(pipe_name(f"detokenizer.{index}", life), ToDetokenizer)
+        self._runner_life = runner_life
+        self._control = pipes.sender(pipe_name("runner.control", runner_life))
         self._outboxes: dict[int, DeltaOutbox] = {}
         self._rows: dict[int, Row] = {}
         self._options = msgspec.msgpack.Decoder(DetokenizeOptions)
@@ -112,15 +104,41 @@ class Worker:
         }
 
     def take(self, frame: StepFrame) -> None:
-        """Apply one step. Rows of a generation that is not open are late and ignored."""
+        """Apply one step. Frames of a gpu_runner that has been replaced are late and ignored."""
+        if frame.life < self._runner_life:
+            return
+        if frame.life > self._runner_life:
+            self._follow(frame.life)
         for opened in frame.opens:
             self._open(opened)
-        rows, size = self._rows, self._vocabulary.size
         if frame.logprob_rows:
             self._stage_logprobs(frame)
-        for slot, gen, token, finish in zip(
-            _int32(frame.slots), _int32(frame.gens), _int32(frame.tokens), frame.finish, strict=True
-        ):
+        self._push(_int32(frame.slots), _int32(frame.gens), _int32(frame.tokens), frame.finish)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the rows and the outboxes contradict each other."""
+        for slot, row in self._rows.items():
+            assert row.slot == slot
+            assert row.delta.finish == Finish.NONE
+            assert row.outbox is self._outboxes[row.delta.rid >> API_WORKER_SHIFT]
+            assert row.delta.queued or not (row.delta.ids or row.delta.text or row.delta.logprobs)
+        for outbox in self._outboxes.values():
+            outbox.check_integrity()
+
+    def _behind(self) -> bool:
+        return self._control.backlog > 0 or any(outbox.waiting for outbox in self._outboxes.values())
+
+    def _follow(self, runner_life: int) -> None:
+        """Another gpu_runner has begun: the rows were the lost one's. What they have queued still goes out."""
+        self._rows.clear()
+        self._pipes.drop(self._control)
+        self._control = self._pipes.sender(pipe_name("runner.control", runner_life))
+        self._runner_life = runner_life
+
+    def _push(self, slots: Iterable[int], gens: Iterable[int], tokens: Iterable[int], finishes: bytes) -> None:
+        """Take one token of each row, in order. Rows of a generation that is not open are late and ignored."""
+        rows, size = self._rows, self._vocabulary.size
+        for slot, gen, token, finish in zip(slots, gens, tokens, finishes, strict=True):
             row = rows.get(slot)
             if row is None or row.gen != gen:
                 continue
@@ -146,19 +164,6 @@ class Worker:
             if text:
                 delta.text.append(text)
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError when the rows and the outboxes contradict each other."""
-        for slot, row in self._rows.items():
-            assert row.slot == slot
-            assert row.delta.finish == Finish.NONE
-            assert row.outbox is self._outboxes[row.delta.rid >> API_WORKER_SHIFT]
-            assert row.delta.queued or not (row.delta.ids or row.delta.text or row.delta.logprobs)
-        for outbox in self._outboxes.values():
-            outbox.check_integrity()
-
-    def _behind(self) -> bool:
-        return self._control.backlog > 0 or any(outbox.waiting for outbox in self._outboxes.values())
-
     def _open(self, opened: Open) -> None:
         options = self._options.decode(opened.detok)
         stream = self._vocabulary.open(
@@ -169,24 +174,26 @@ class Worker:
         )
         include_stop = options.include_stop_str_in_output
         search = StopSearch(self._automaton(options.stop), include_stop=include_stop) if options.stop else None
-        row = self._rows[opened.slot] = Row(
-            opened,
-            stream=stream,
-            search=search,
-            include_stop=include_stop,
-            no_output=options.no_output,
-            logprobs=options.logprobs,
-            outbox=self._outbox(opened.rid >> API_WORKER_SHIFT),
-        )
+        outbox = self._outbox(opened.rid >> API_WORKER_SHIFT)
+        row = self._rows[opened.slot] = Row(opened, options, stream=stream, search=search, outbox=outbox)
         if options.prefix:
             row.delta.text.append(options.prefix)
         if opened.prompt is not None:
             row.delta.prompt = prompt_columns(opened.prompt, self._vocabulary.token_bytes)
+        if opened.resumed:
+            self._resume(row, _int32(opened.resumed))
+
+    def _resume(self, row: Row, ids: list[int]) -> None:
+        """Bring the row to where it was behind its first `ids`, which are not sent again; nor are their
+        log-probabilities, which no frame has. Text beyond what its caller has is sent, and the row may end here: with
+        a stop string whose news was lost."""
+        self._push([row.slot] * len(ids), [row.gen] * len(ids), ids, bytes(len(ids)))
+        row.delta.ids.clear()
 
     def _outbox(self, api_worker: int) -> DeltaOutbox:
         if api_worker not in self._outboxes:
             sender = self._pipes.sender(f"engine.{api_worker}", high_water_mark=ENGINE_HIGH_WATER_MARK)
-            self._outboxes[api_worker] = DeltaOutbox(sender)
+            self._outboxes[api_worker] = DeltaOutbox(sender, shard=self._index)
         return self._outboxes[api_worker]
 
     def _stage_logprobs(self, frame: StepFrame) -> None:
@@ -202,7 +209,7 @@ class Worker:
     def _end(self, row: Row, token: int, finish: int) -> None:
         """The row ended in gpu_runner, perhaps with a last token. A stop token's text is shown only on request."""
         if row.no_output and token != NO_TOKEN:
-            _unstage(row)
+            row.unstage()
             self._finish(row, "", Finish.LENGTH, -1)
             return
         is_stop = finish == Finish.STOP
@@ -215,12 +222,12 @@ class Worker:
             if (not is_stop or row.include_stop) and token < self._vocabulary.size:
                 text = row.stream.push(token)
         if is_stop and not text:
-            _unstage(row)
+            row.unstage()
         self._finish(row, text, finish, token if is_stop else -1)
 
     def _end_with_bad_id(self, row: Row, token: int) -> None:
         self._bad_ids += 1
-        _unstage(row)
+        row.unstage()
         self._finish(row, "", Finish.ERROR, token)
 
     def _finish(self, row: Row, text: str, finish: int, stop_reason: int) -> None:
@@ -247,18 +254,13 @@ class Worker:
         self._control.send(StopHit(row.slot, row.gen))
 
 
-def _unstage(row: Row) -> None:
-    """The row's last token shows no text: it has no log-probabilities either."""
-    if isinstance(row.gate, LogprobGate):
-        row.gate.unstage()
-
-
 def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
     """Load the tokenizer, test it, then detokenize until the process is told to end."""
     reporter.progress("tokenizer")
     vocabulary = Vocabulary(load_tokenizer(config.model_path).tokenizer)
     ring = RingWriter(config.run_dir, config.role, config.index, TurnRecord)
-    worker = Worker(vocabulary, pipes, index=config.index, ring=ring)
+    runner_life = config.lives.get(worker_key("gpu_runner", 0), 0)
+    worker = Worker(vocabulary, pipes, index=config.index, ring=ring, life=config.life, runner_life=runner_life)
     gc.collect()
     gc.freeze()  # the byte table lives as long as the process; no collection need look at it
     reporter.ready()
