@@ -116,6 +116,7 @@ class PromptEncoder:
             max_tokens=max(1, max_tokens),  # a row ends by a token, which the detokenizer drops
             detok=self._encoder.encode(options),
             namespace=job.namespace,
+            resume=job.resume,
         )
 
     def check_size(self, text: str, param: str) -> None:

@@ -1,7 +1,7 @@
 """The tokenizer process: takes whatever requests have queued up, tokenizes them as one batch, passes them on.
 
-engine.w  --EncodeText|EncodeIds|EncodeChat|Abort-->  tokenizer.i  --Generate|Abort-->  runner.requests
-    ^------------------------ Encoded|Failed --------------'
+engine.w  --EncodeText|EncodeIds|EncodeChat|Abort|Relink-->  tokenizer.i  --Generate|Abort|Relink-->  runner.requests
+    ^---------------------------- Encoded|Failed ------------------'
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncengine.config import API_WORKER_SHIFT, SidecarConfig
+from asyncengine.config import API_WORKER_SHIFT, SidecarConfig, worker_key
 from asyncengine.errors import StartupError
 from asyncengine.tokenizer_file import TokenizerFile, load_tokenizer
 from asyncengine.wire.accounting import RingWriter, TurnRecord
@@ -32,7 +32,7 @@ from asyncengine.wire.messages import (
     TokenizeText,
     ToTokenizer,
 )
-from asyncengine.wire.pipes import Pipes, Sender
+from asyncengine.wire.pipes import Pipes, Sender, pipe_name
 from asyncengine.wire.sidecar import HEARTBEAT_SECONDS, Reporter
 from tokenizer_proc.answer_format import tag_tokens, tool_call_format, writes_reasoning
 from tokenizer_proc.chat_template import ChatTemplate
@@ -46,12 +46,12 @@ TURN_BYTES = 4 * 1024 * 1024
 """A turn takes no further message once it has this much text, for the same reason."""
 BACKLOG_MESSAGES = 64
 """While gpu_runner is this far behind, nothing new is tokenized: requests wait in their pipe."""
-BACKLOG_WAIT_SECONDS = 0.005
+BACKLOG_WAIT_SECONDS = 0.02
 
 
 def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
     """Serve until the process is told to end. Raises `StartupError` when the model's files are of no use."""
-    receiver = pipes.receiver(f"tokenizer.{config.index}", ToTokenizer)
+    receiver = pipes.receiver(pipe_name(f"tokenizer.{config.index}", config.life), ToTokenizer)
     reporter.progress("load tokenizer")
     file = load_tokenizer(config.model_path)
     vocabulary = Vocabulary(file)
@@ -63,7 +63,14 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
     encoder = PromptEncoder(vocabulary=vocabulary, template=template, max_model_len=_max_model_len(config, file))
     ring = RingWriter(config.run_dir, config.role, config.index, TurnRecord)
     service = TokenService(vocabulary, encoder)
-    worker = Worker(index=config.index, encoder=encoder, service=service, pipes=pipes, ring=ring)
+    worker = Worker(
+        index=config.index,
+        encoder=encoder,
+        service=service,
+        pipes=pipes,
+        ring=ring,
+        runner_life=config.lives.get(worker_key("gpu_runner", 0), 0),
+    )
     reporter.ready(
         TokenizerInfo(
             vocab_size=vocabulary.size,
@@ -97,7 +104,15 @@ def one_turn(messages: Iterator[ToTokenizer]) -> Iterator[ToTokenizer]:
 
 
 class Worker:
-    """One turn at a time: messages in, batch through the encoder, results out in order of arrival."""
+    """One turn at a time: messages in, batch through the encoder, results out in order of arrival.
+
+    gpu_runner is lost and replaced. Front ends send again behind the `Relink` whatever had not ended before it, so all
+    that waits for the lost one may be dropped, and must be where it would keep the `Relink` from being read:
+
+    runner.requests    reads  killed                                       runner.requests.1  reads
+    engine -> here     1 2 3  4 5 .. 1200      .. 2000  Relink  1' 2' ..
+    here -> runner     1 2 3  4 5 .. pipe full, no reader: dropped         1' 2' ..
+    """
 
     def __init__(
         self,
@@ -107,14 +122,16 @@ class Worker:
         service: TokenService,
         pipes: Pipes,
         ring: RingWriter[TurnRecord],
+        runner_life: int = 0,
     ) -> None:
-        """ring: where each turn is recorded."""
+        """ring: where each turn is recorded. runner_life: of gpu_runner, until a `Relink` tells of another."""
         self._index = index
         self._ring = ring
         self._encoder = encoder
         self._service = service
         self._pipes = pipes
-        self._runner = pipes.sender("runner.requests")
+        self._runner_life = runner_life
+        self._runner = pipes.sender(pipe_name("runner.requests", runner_life))
         self._engines: dict[int, Sender] = {}
         self._counts = {"requests": 0, "prompt_tokens": 0, "failed": 0, "dropped": 0, "questions": 0}
 
@@ -122,23 +139,27 @@ class Worker:
         """Encode and pass on, then answer questions. A request is dropped when all its choices are aborted within the
         same turn; the aborts themselves always go on, behind whatever they may refer to."""
         begin = time.monotonic_ns()
-        arrived: list[Job | Abort] = []
+        arrived: list[Job | Abort | Relink] = []
         questions: list[Question] = []
         for message in messages:
             if isinstance(message, Question):
                 questions.append(message)
-            elif not isinstance(message, Relink):
+            else:
                 arrived.append(message)
         aborted = {message.rid for message in arrived if isinstance(message, Abort)}
-        kept = [message for message in arrived if isinstance(message, Abort) or not _all_aborted(message, aborted)]
-        outcomes = iter(self._encoder.encode([message for message in kept if not isinstance(message, Abort)]))
+        kept = [message for message in arrived if not isinstance(message, Job) or not _all_aborted(message, aborted)]
+        outcomes = iter(self._encoder.encode([message for message in kept if isinstance(message, Job)]))
         middle, tokens = time.monotonic_ns(), self._counts["prompt_tokens"]
         encoded: defaultdict[int, list[Generate]] = defaultdict(list)
         for message in kept:
-            outcome = message if isinstance(message, Abort) else next(outcomes)
+            outcome = next(outcomes) if isinstance(message, Job) else message
             if isinstance(outcome, Failed):
                 self._engine(outcome.rid).send(outcome)
                 self._counts["failed"] += 1
+                continue
+            if isinstance(outcome, Relink) and outcome.role == "gpu_runner":
+                if outcome.life > self._runner_life:
+                    self._connect_runner(outcome.life)
                 continue
             self._runner.send(outcome)
             if isinstance(outcome, Generate):
@@ -155,15 +176,26 @@ class Worker:
         )
 
     def flush(self) -> bool:
-        """Move what waits towards its readers; False while gpu_runner is too far behind to take more."""
+        """Move what waits towards its readers; False while gpu_runner is too far behind to take more. One that is no
+        more, or not there yet, is no reason to wait: what it has not read is dropped."""
         for engine in self._engines.values():
             engine.flush()
         self._runner.flush()
-        return self._runner.backlog <= BACKLOG_MESSAGES
+        behind = self._runner.backlog > BACKLOG_MESSAGES
+        if behind and not self._pipes.has_reader(pipe_name("runner.requests", self._runner_life)):
+            self._connect_runner(self._runner_life)
+            return True
+        return not behind
 
     def gauges(self) -> dict[str, int]:
         """Totals since the start, and the requests that wait for gpu_runner now."""
         return {**self._counts, "backlog": self._runner.backlog}
+
+    def _connect_runner(self, life: int) -> None:
+        """From here on requests go to gpu_runner number `life`; those that wait for the one before are lost with it."""
+        self._pipes.drop(self._runner)
+        self._runner_life = life
+        self._runner = self._pipes.sender(pipe_name("runner.requests", life))
 
     def _report(self, requests: list[Generate]) -> None:
         """Tell the API worker of all of `requests` that they are on their way."""
@@ -183,7 +215,8 @@ class Worker:
 
 
 def _all_aborted(job: Job, aborted: set[int]) -> bool:
-    return bool(aborted) and all(rid in aborted for rid in range(job.rid, job.rid + job.params.n))
+    choices = len(job.resume) or job.params.n
+    return bool(aborted) and all(rid in aborted for rid in range(job.rid, job.rid + choices))
 
 
 def _max_model_len(config: SidecarConfig, file: TokenizerFile) -> int:

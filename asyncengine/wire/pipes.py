@@ -14,6 +14,7 @@ lost one is lost with it, all of it, and nothing of that is found by its success
 from __future__ import annotations
 
 import os
+import socket as kernel_socket
 import tempfile
 from collections import deque
 from collections.abc import Iterator
@@ -66,6 +67,19 @@ class Pipes:
         socket = self._socket(zmq.PUSH, high_water_mark)
         socket.connect(self._address(name))
         return Sender(socket)
+
+    def has_reader(self, name: str) -> bool:
+        """Whether a living process holds pipe `name` for reading, be it frozen or busy. Asks the kernel, and makes the
+        reader's own threads take note of a connection that ends at once: not for every turn of a loop."""
+        with kernel_socket.socket(kernel_socket.AF_UNIX, kernel_socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(str(self._run_dir / name))
+            except BlockingIOError:  # it has not yet taken note of others
+                return True
+            except (ConnectionRefusedError, FileNotFoundError):  # its process was killed; it ended or has not begun
+                return False
+        return True
 
     def drop(self, sender: Sender) -> None:
         """Close one pipe's writing end, whose reader is gone for good, and all that waits in it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -61,24 +61,9 @@ class Ring:
         """The reading end of API worker `index`."""
         return self.pipes.receiver(f"engine.{index}", ToEngine)
 
-    def send(self, *rows: Row, opens: tuple[Open, ...] = ()) -> None:
+    def send(self, *rows: Row, opens: tuple[Open, ...] = (), life: int = 0) -> None:
         self._step += 1
-        asked = [index for index, row in enumerate(rows) if row.logprobs]
-        self._frames.send(
-            StepFrame(
-                self._step,
-                array("i", [row.slot for row in rows]).tobytes(),
-                array("i", [row.gen for row in rows]).tobytes(),
-                array("i", [row.token for row in rows]).tobytes(),
-                bytes([row.finish for row in rows]),
-                opens,
-                logprob_rows=array("i", asked).tobytes(),
-                logprobs=array("f", [rows[index].logprobs[0] for index in asked]).tobytes(),
-                top_ends=array("i", accumulate(len(rows[index].top_ids) for index in asked)).tobytes(),
-                top_ids=array("i", [token for index in asked for token in rows[index].top_ids]).tobytes(),
-                top_logprobs=array("f", [value for index in asked for value in rows[index].logprobs[1:]]).tobytes(),
-            )
-        )
+        self._frames.send(step_frame(self._step, *rows, opens=opens, life=life))
 
     def receive(self, index: int = 0) -> list[Piece]:
         """The entries of the next message for API worker `index`."""
@@ -95,6 +80,24 @@ class Ring:
 
     def stop_hits(self, count: int) -> list[msgspec.Struct]:
         return [receive_one(self.control) for _ in range(count)]
+
+
+def step_frame(step: int, *rows: Row, opens: tuple[Open, ...] = (), life: int = 0) -> StepFrame:
+    asked = [index for index, row in enumerate(rows) if row.logprobs]
+    return StepFrame(
+        step,
+        array("i", [row.slot for row in rows]).tobytes(),
+        array("i", [row.gen for row in rows]).tobytes(),
+        array("i", [row.token for row in rows]).tobytes(),
+        bytes([row.finish for row in rows]),
+        opens,
+        logprob_rows=array("i", asked).tobytes(),
+        logprobs=array("f", [rows[index].logprobs[0] for index in asked]).tobytes(),
+        top_ends=array("i", accumulate(len(rows[index].top_ids) for index in asked)).tobytes(),
+        top_ids=array("i", [token for index in asked for token in rows[index].top_ids]).tobytes(),
+        top_logprobs=array("f", [value for index in asked for value in rows[index].logprobs[1:]]).tobytes(),
+        life=life,
+    )
 
 
 def receive_one(receiver: Receiver) -> msgspec.Struct:
@@ -150,9 +153,21 @@ def opened(
     prefix: str = "",
     no_output: bool = False,
     prompt: PromptLogprobs | None = None,
+    resumed: Sequence[int] = (),
+    shown: int = 0,
 ) -> Open:
     tail = array("i", prompt_tail).tobytes()
     options = DetokenizeOptions(
         stop, skip_special_tokens, include_stop, tail, logprobs, shown_tokens, prefix, no_output
     )
-    return Open(slot, gen, rid, msgspec.msgpack.encode(options), prompt_tokens, cached_tokens, prompt=prompt)
+    return Open(
+        slot,
+        gen,
+        rid,
+        msgspec.msgpack.encode(options),
+        prompt_tokens,
+        cached_tokens,
+        prompt=prompt,
+        resumed=array("i", list(resumed)).tobytes(),
+        shown=shown,
+    )
