@@ -189,11 +189,11 @@ def test_nothing_new_is_taken_while_gpu_runner_does_not_read(loaded: Callable[[s
     service = TokenService(model.vocabulary, encoder)
     worker = Worker(index=0, encoder=encoder, service=service, pipes=pipes, ring=make_account(run_dir, 0))
     assert worker.flush()
-    worker.turn([Abort(rid) for rid in range(5000)])  # no one has bound the pipe
-    assert not worker.flush()
-    assert worker.gauges()["backlog"] > 0
     reader = Pipes(run_dir)
     runner = reader.receiver("runner.requests", ToRunner)
+    worker.turn([Abort(rid) for rid in range(5000)])
+    assert not worker.flush()
+    assert worker.gauges()["backlog"] > 0
     arrived: list[int] = []
     limit = time.monotonic() + PATIENCE_SECONDS
     while len(arrived) < 5000 and time.monotonic() < limit:
