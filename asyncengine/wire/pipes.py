@@ -77,7 +77,7 @@ class Pipes:
                 probe.connect(str(self._run_dir / name))
             except BlockingIOError:  # it has not yet taken note of others
                 return True
-            except (ConnectionRefusedError, FileNotFoundError):  # its process was killed; it ended or has not begun
+            except (ConnectionRefusedError, FileNotFoundError):  # its process is gone, or has not begun
                 return False
         return True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket as kernel_socket
 import stat
 import threading
 from collections.abc import Callable, Iterator
@@ -141,6 +142,25 @@ def test_with_no_reader_the_pipe_takes_its_high_water_mark_and_the_backlog_the_r
     assert sender.backlog == 15
     assert not sender.flush()
     assert sender.backlog == 15
+
+
+def test_a_pipe_has_a_reader_while_a_process_holds_it(run_dir: Path, pipes: Pipes) -> None:
+    assert not pipes.has_reader("runner.control")
+    other = Pipes(run_dir)
+    receiver = other.receiver("runner.control", ToRunnerControl)
+    assert all(pipes.has_reader("runner.control") for _ in range(300))
+    pipes.sender("runner.control").send(Abort(1))
+    assert receive(receiver, 1) == [Abort(1)]
+    other.close()
+    assert not pipes.has_reader("runner.control")
+
+
+def test_a_frozen_process_still_holds_its_pipe(run_dir: Path, pipes: Pipes) -> None:
+    with kernel_socket.socket(kernel_socket.AF_UNIX) as frozen:
+        frozen.bind(str(run_dir / "runner.control"))
+        frozen.listen(3)
+        assert all(pipes.has_reader("runner.control") for _ in range(10))
+    assert not pipes.has_reader("runner.control")
 
 
 def test_try_send_refuses_when_the_pipe_is_full_and_keeps_nothing(pipes: Pipes) -> None:
