@@ -199,7 +199,7 @@ def texts(draw: st.DrawFn) -> Text:
 losses = st.lists(st.tuples(st.lists(st.booleans(), max_size=12), st.booleans()), min_size=1, max_size=4)
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(texts(), losses)
 def test_a_caller_gets_the_same_whatever_is_lost_and_when(text: Text, lost: list[tuple[list[bool], bool]]) -> None:
     whole = Engine(text).finish()

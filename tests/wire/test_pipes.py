@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import socket as kernel_socket
+import socket
 import stat
 import threading
 from collections.abc import Callable, Iterator
@@ -156,7 +156,7 @@ def test_a_pipe_has_a_reader_while_a_process_holds_it(run_dir: Path, pipes: Pipe
 
 
 def test_a_frozen_process_still_holds_its_pipe(run_dir: Path, pipes: Pipes) -> None:
-    with kernel_socket.socket(kernel_socket.AF_UNIX) as frozen:
+    with socket.socket(socket.AF_UNIX) as frozen:
         frozen.bind(str(run_dir / "runner.control"))
         frozen.listen(3)
         assert all(pipes.has_reader("runner.control") for _ in range(10))
@@ -266,11 +266,11 @@ def test_a_frame_over_the_size_limit_is_refused_by_the_reader_too(
 
 
 def test_every_limit_is_set_on_every_socket(pipes: Pipes) -> None:
-    for socket in (pipes.receiver("engine.0", Deltas).socket, pipes.sender("engine.0").socket):
-        assert socket.getsockopt(zmq.SNDHWM) == socket.getsockopt(zmq.RCVHWM) == pipes_module.HIGH_WATER_MARK
-        assert socket.getsockopt(zmq.LINGER) == 0
-        assert socket.getsockopt(zmq.SNDTIMEO) == pipes_module.SEND_TIMEOUT_MS
-        assert socket.getsockopt(zmq.MAXMSGSIZE) == pipes_module.MAX_MESSAGE_BYTES
+    for end in (pipes.receiver("engine.0", Deltas).socket, pipes.sender("engine.0").socket):
+        assert end.getsockopt(zmq.SNDHWM) == end.getsockopt(zmq.RCVHWM) == pipes_module.HIGH_WATER_MARK
+        assert end.getsockopt(zmq.LINGER) == 0
+        assert end.getsockopt(zmq.SNDTIMEO) == pipes_module.SEND_TIMEOUT_MS
+        assert end.getsockopt(zmq.MAXMSGSIZE) == pipes_module.MAX_MESSAGE_BYTES
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o777])
