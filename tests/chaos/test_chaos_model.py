@@ -1,0 +1,13 @@
+"""Chaos in small: the real server with the embedded model on the CPU."""
+
+from __future__ import annotations
+
+from chaos.report import failure_report
+from chaos.run import model_plan, run_chaos
+
+
+async def test_a_models_answers_are_the_same_whatever_happens_to_its_processes() -> None:
+    plan = model_plan(seed=5, seconds=8, api_workers=1, kills_per_second=0, cases=8)
+    outcome = await run_chaos(plan)
+    assert not outcome.problems, failure_report(outcome)
+    assert outcome.tally["right"] > 0
