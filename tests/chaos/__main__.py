@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from dataclasses import replace
 
 from chaos.report import failure_report, report
 from chaos.run import Plan, model_plan, run_chaos, scripted_plan
@@ -22,7 +23,7 @@ def main() -> int:
 def _plan(args: argparse.Namespace) -> Plan:
     make = model_plan if args.runner == "model" else scripted_plan
     given = {"cases": args.cases, "rate": args.rate}
-    return make(
+    plan = make(
         seed=args.seed,
         seconds=args.seconds,
         api_workers=args.api_workers,
@@ -30,6 +31,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         stops_per_second=args.stops,
         **{name: value for name, value in given.items() if value is not None},
     )
+    return replace(plan, limit=args.limit)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -44,6 +46,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--stops", type=float, default=0.3, help="likewise (default: %(default)s)")
     parser.add_argument("--cases", type=int, help="different requests")
     parser.add_argument("--rate", type=float, help="requests a second, besides bursts and in the mean")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=120,
+        help="seconds after which a request counts as hanging (default: %(default)s)",
+    )
     return parser
 
 

@@ -118,7 +118,8 @@ def _parse(received: bytes, reply: Reply) -> None:
 
 def _unchunked(rest: bytes) -> tuple[bytes, bool]:
     """The content of a chunked body, and whether its end is there."""
-    parts, at = [], 0
+    parts: list[bytes] = []
+    at = 0
     while (line_end := rest.find(b"\r\n", at)) >= 0:
         size = int(rest[at:line_end], 16)
         begin = line_end + 2

@@ -30,7 +30,8 @@ LOG_LINES = 40
 @dataclass(frozen=True)
 class Plan:
     """A run. rate: requests a second in the mean, besides bursts. tolerance: between log-probabilities, for a model
-    computes a row's prompt in other pieces when it begins again. calm_at_once: cases asked at once in peace."""
+    computes a row's prompt in other pieces when it begins again. calm_at_once: cases asked at once in peace. limit:
+    seconds after which a request counts as hanging."""
 
     seed: int
     seconds: float
@@ -43,6 +44,7 @@ class Plan:
     stops_per_second: float
     tolerance: float = 0.0
     calm_at_once: int = 16
+    limit: float = 120.0
 
 
 def scripted_plan(
@@ -127,7 +129,7 @@ async def _run(plan: Plan, server: Server, outcome: Outcome) -> None:
     trace = read_trace()
     cases = make_cases(plan.seed, plan.cases, trace, plan.lengths, plan.kinds)
     saboteur = Saboteur(server.pid)
-    client = Client(server.port, heard=saboteur.heard)
+    client = Client(server.port, plan.limit, heard=saboteur.heard)
     expected = await expectations(client, cases, at_once=plan.calm_at_once)
     outcome.problems += [f"in peace: {problem}" for problem in await settled(server, plan.setup, client)]
     baseline = baseline_of(family(server.pid))
