@@ -14,7 +14,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from chaos.processes import SIDECARS, family
@@ -35,11 +35,12 @@ class Fault:
 
 @dataclass
 class Kill:
-    """silence: the longest time, in seconds, between a stream's last bytes before it and its first ones after."""
+    """silences: of each stream that was open, the seconds from its last bytes before the kill to its first ones after;
+    other faults that came meanwhile are in them."""
 
     at: float
     role: str
-    silence: float = 0.0
+    silences: list[float] = field(default_factory=list)
 
 
 def draw_faults(rng: random.Random, *, kills_per_second: float, stops_per_second: float) -> Iterator[Fault]:
@@ -85,7 +86,7 @@ class Saboteur:
             if kill.at < before:
                 return
             if kill.at <= now:
-                kill.silence = max(kill.silence, now - before)
+                kill.silences.append(now - before)
 
     def let_go(self) -> None:
         """Let everything that is stopped go on."""

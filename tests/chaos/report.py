@@ -48,19 +48,21 @@ def _figures(outcome: Outcome) -> Iterator[str]:
     counts = [tally[name] for name in ("asked", "right", "wrong", "left early", "sent again", "malformed")]
     yield f"| {' | '.join(map(str, [*counts, len(outcome.kills), outcome.stops]))} |"
     yield ""
-    yield "A stream's silence across a kill, the longest of all streams (ms):"
+    yield "How long streams were silent across a kill (ms from the last bytes before it to the first ones after):"
     yield ""
-    yield "| killed | kills | p50 | p99 | longest |"
-    yield "|---|---|---|---|---|"
+    yield "| killed | kills | streams | p50 | p99 | longest |"
+    yield "|---|---|---|---|---|---|"
     for role in (*SIDECARS, "any"):
         kills = [kill for kill in outcome.kills if role in (kill.role, "any")]
-        silences = [1000 * kill.silence for kill in kills if kill.silence]
+        silences = [1000 * silence for kill in kills for silence in kill.silences]
         figures = [percentile(silences, 0.5), percentile(silences, 0.99), max(silences, default=0.0)]
-        yield f"| {role} | {len(kills)} | {' | '.join(f'{figure:.0f}' for figure in figures)} |"
+        yield f"| {role} | {len(kills)} | {len(silences)} | {' | '.join(f'{figure:.0f}' for figure in figures)} |"
 
 
 def _over_time(samples: Sampler) -> Iterator[str]:
-    roles = list(dict.fromkeys(process.role for _, processes in samples.rows for process in processes))
+    roles = list(
+        dict.fromkeys(process.role for _, processes in samples.rows for process in processes if process.state != "Z")
+    )
     yield ""
     yield "Resident memory in MiB / file descriptors, of the largest process of each role:"
     yield ""
