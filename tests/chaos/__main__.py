@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from dataclasses import replace
 
 from chaos.report import failure_report, report
 from chaos.run import Plan, model_plan, run_chaos, scripted_plan
@@ -23,15 +22,15 @@ def main() -> int:
 def _plan(args: argparse.Namespace) -> Plan:
     make = model_plan if args.runner == "model" else scripted_plan
     given = {"cases": args.cases, "rate": args.rate}
-    plan = make(
+    return make(
         seed=args.seed,
         seconds=args.seconds,
         api_workers=args.api_workers,
         kills_per_second=args.kills,
         stops_per_second=args.stops,
+        limit=args.limit,
         **{name: value for name, value in given.items() if value is not None},
     )
-    return replace(plan, limit=args.limit)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -42,9 +42,9 @@ class Plan:
     rate: float
     kills_per_second: float
     stops_per_second: float
+    limit: float
     tolerance: float = 0.0
     calm_at_once: int = 16
-    limit: float = 120.0
 
 
 def scripted_plan(
@@ -56,6 +56,7 @@ def scripted_plan(
     stops_per_second: float = 0.3,
     cases: int = 42,
     rate: float = 8.0,
+    limit: float = 120.0,
 ) -> Plan:
     return Plan(
         seed=seed,
@@ -67,6 +68,7 @@ def scripted_plan(
         rate=rate,
         kills_per_second=kills_per_second,
         stops_per_second=stops_per_second,
+        limit=limit,
     )
 
 
@@ -79,6 +81,7 @@ def model_plan(
     stops_per_second: float = 0.1,
     cases: int = 16,
     rate: float = 0.8,
+    limit: float = 120.0,
 ) -> Plan:
     """The embedded model on the CPU, as slow as that is."""
     return Plan(
@@ -91,6 +94,7 @@ def model_plan(
         rate=rate,
         kills_per_second=kills_per_second,
         stops_per_second=stops_per_second,
+        limit=limit,
         tolerance=2e-3,
         calm_at_once=4,
     )
