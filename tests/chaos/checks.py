@@ -45,8 +45,10 @@ async def settled(server: Server, setup: Setup, client: Client, baseline: Baseli
     hold."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while (
-        problems := [*_process_problems(family(server.pid), setup, baseline), *await _gauge_problems(setup, client)]
-    ) and time.monotonic() < deadline:
+        (problems := [*_process_problems(family(server.pid), setup, baseline), *await _gauge_problems(setup, client)])
+        and time.monotonic() < deadline
+        and exists(server.pid)
+    ):
         await asyncio.sleep(POLL_SECONDS)
     return problems
 
