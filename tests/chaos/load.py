@@ -23,7 +23,8 @@ MALFORMED_SHARE = 0.08
 STREAM_SHARE = 0.75
 MAX_STAY_SECONDS = 1.5
 """A client that leaves does so within this time."""
-BURST_EVERY_SECONDS, BURST_REQUESTS = 6.0, 24
+BURST_EVERY_SECONDS, BURST_SECONDS = 6.0, 3.0
+"""How often bursts come, and that each has as many requests as come in so long otherwise."""
 MAX_OPEN = 256
 """Clients at once; more wait until others are done."""
 ENOUGH_FAILURES = 10
@@ -47,7 +48,9 @@ class Arrival:
 def draw_arrivals(rng: random.Random, trace: Sequence[Row], *, rate: float, cases: int) -> Iterator[Arrival]:
     """In order, for ever. rate: requests a second in the mean, besides bursts."""
     one_by_one = ((at, 1) for at in trace_times(list(trace), rate=rate, begin=rng.randrange(len(trace))))
-    bursts = ((at, BURST_REQUESTS) for at in burst_times(random.Random(rng.random()), every=BURST_EVERY_SECONDS))
+    bursts = (
+        (at, round(BURST_SECONDS * rate)) for at in burst_times(random.Random(rng.random()), every=BURST_EVERY_SECONDS)
+    )
     for at, count in heapq.merge(one_by_one, bursts):
         for _ in range(count):
             yield Arrival(

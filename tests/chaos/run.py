@@ -81,9 +81,10 @@ def model_plan(
     stops_per_second: float = 0.1,
     cases: int = 16,
     rate: float = 0.8,
-    limit: float = 120.0,
+    limit: float = 600.0,
 ) -> Plan:
-    """The embedded model on the CPU, as slow as that is."""
+    """The embedded model on the CPU, which is slow, and slowest on a machine with other
+    work: torch alone may take a minute to import."""
     return Plan(
         seed=seed,
         seconds=seconds,

@@ -6,7 +6,7 @@ import pytest
 from chaos.report import failure_report
 from chaos.run import model_plan, run_chaos
 
-pytestmark = pytest.mark.timeout(480)
+pytestmark = pytest.mark.timeout(900)
 
 
 async def test_a_models_answers_are_the_same_whatever_happens_to_its_processes() -> None:
