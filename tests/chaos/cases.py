@@ -138,8 +138,9 @@ KINDS: tuple[Kind, ...] = (
     Writer.chat_logprobs,
     Writer.penalties,
 )
-MODEL_KINDS: tuple[Kind, ...] = (Writer.structured, Writer.echo_logprobs, *reversed(KINDS))
-"""First those that mean something to a real model only."""
+MODEL_KINDS: tuple[Kind, ...] = (Writer.echo_logprobs, *reversed(KINDS), Writer.structured)
+"""With those that mean something to a real model only. The last one needs processes of its own, which on busy cores
+may take longer to start than a request waits for them: a short run goes without it."""
 
 
 def make_cases(seed: int, count: int, trace: Sequence[Row], lengths: Lengths, kinds: Sequence[Kind]) -> list[Case]:

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 from chaos.exchange import Client
-from chaos.processes import Process, count_roles, exists, family
+from chaos.processes import ON_DEMAND, Process, count_roles, exists, family
 from chaos.server import Server, Setup
 
 SETTLE_SECONDS = 60.0
@@ -73,7 +73,8 @@ async def ended(server: Server) -> list[str]:
 
 def _process_problems(processes: list[Process], setup: Setup, baseline: Baseline | None) -> list[str]:
     problems = []
-    if (counts := dict(count_roles(processes))) != setup.roles:
+    counts = {role: count for role, count in count_roles(processes).items() if role not in ON_DEMAND}
+    if counts != setup.roles:
         problems.append(f"processes are {counts}, expected {setup.roles}")
     for process in processes:
         name = f"{process.role} (process {process.pid})"

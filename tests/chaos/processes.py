@@ -15,6 +15,8 @@ ROLE_OF_MODULE = {
 }
 """Other processes are called as their module is."""
 SIDECARS = ("tokenizer_proc", "detokenizer_proc", "gpu_runner")
+ON_DEMAND = ("gpu_runner.grammar.child",)
+"""Roles of processes that gpu_runner starts when it needs them."""
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 

@@ -14,7 +14,7 @@ WARM_UP_SECONDS = 90.0
 """Of each process: until then it may grow as it likes."""
 JUDGED_SECONDS = 120.0
 """From then on; a process that did not live so long is not judged."""
-MAX_GROWTH = 16 * 1024
+MAX_GROWTH = 8 * 1024
 """Bytes of resident memory a second, and what a process of Python or torch that keeps nothing stays under."""
 
 
