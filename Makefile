@@ -6,6 +6,9 @@ PORT ?= 8000
 # more flags for `asyncengine serve` (make serve ARGS="--max-num-seqs 64") and for pytest (make unit PYTEST="tests/wire")
 ARGS ?=
 PYTEST ?=
+# of `make chaos`: how long its load lasts and what it is drawn from; ARGS="--help" tells what more it takes
+SECONDS ?= 60
+SEED ?= 1
 # processes that run tests; JOBS=0 runs them in pytest's own process, as a debugger needs it
 JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8)))
 
@@ -31,11 +34,12 @@ comma := ,
 say = @printf '==> %s\n' "$(1)"
 
 .DELETE_ON_ERROR:
-.PHONY: help serve test lint types unit format install dev model tokenizers need-python need-npm try-chromium clean
+.PHONY: help serve test lint types unit chaos format install dev model tokenizers need-python need-npm try-chromium clean
 
 help:
 	@echo "make serve   serve MODEL=$(MODEL) on 127.0.0.1:$(PORT) (ARGS=\"...\" for more flags)"
 	@echo "make test    all checks: lint, types, unit (each also on its own)"
+	@echo "make chaos   kill a server's processes under load and compare every answer (SECONDS=$(SECONDS) SEED=$(SEED) ARGS=\"--help\")"
 	@echo "make format  rewrite the code in the project's format"
 	@echo "make clean   remove the environment and everything built or fetched"
 
@@ -59,6 +63,9 @@ types: $(INSTALLED_DEV)
 unit: $(INSTALLED_DEV) $(INSTALLED_MODEL) $(FETCHED)
 	$(call say,tests)
 	@$(BIN)/python -m pytest -n $(JOBS) $(SPREAD) $(PYTEST)
+
+chaos: $(INSTALLED_DEV) $(INSTALLED_MODEL)
+	@PYTHONPATH=.:tests $(BIN)/python -m chaos --seconds $(SECONDS) --seed $(SEED) $(ARGS)
 
 format: $(INSTALLED_DEV)
 	@$(BIN)/ruff format .
