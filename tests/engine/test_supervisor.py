@@ -193,15 +193,27 @@ async def test_a_frozen_sidecar_is_named_until_it_goes_on(monkeypatch: pytest.Mo
         await until(lambda: supervisor.health() == Health(state="ready"))
 
 
+@pytest.mark.parametrize(
+    ("moment", "runner"),
+    [
+        ("spawned", "support.idle_runner"),
+        ("ready", "support.scripted_runner"),
+        ("ready", "support.grammar_runner"),
+    ],
+)
 def test_children_of_a_killed_parent_are_gone_and_the_next_engine_removes_its_run_directory(
-    monkeypatch: pytest.MonkeyPatch, run_dirs: Callable[[], list[Path]]
+    moment: str, runner: str, monkeypatch: pytest.MonkeyPatch, run_dirs: Callable[[], list[Path]]
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tempfile.tempdir))
-    parent = subprocess.Popen([sys.executable, "-m", "support.dying_parent"], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "support.dying_parent", moment, runner]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     with parent.stdout:
         pids = [int(word) for word in parent.stdout.readline().split()]
     assert len(pids) == 3
+    if runner == "support.grammar_runner":
+        pids += [int(pid) for pid in Path(f"/proc/{pids[0]}/task/{pids[0]}/children").read_text().split()]
+        assert len(pids) == 4
     parent.kill()
     parent.wait()
     deadline = time.monotonic() + 20

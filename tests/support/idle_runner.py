@@ -9,19 +9,20 @@ from asyncengine.wire.messages import RunnerInfo
 from asyncengine.wire.pipes import Pipes
 from asyncengine.wire.sidecar import Reporter, run_sidecar
 
+INFO = RunnerInfo(
+    device="cuda",
+    dtype="float32",
+    architecture="idle",
+    vocab_size=16,
+    max_model_len=64,
+    num_pages=3,
+    weight_bytes=4,
+    kv_cache_bytes=5,
+)
+
 
 def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
-    info = RunnerInfo(
-        device="cuda",
-        dtype="float32",
-        architecture="idle",
-        vocab_size=16,
-        max_model_len=64,
-        num_pages=3,
-        weight_bytes=4,
-        kv_cache_bytes=5,
-    )
-    play(config, reporter, info)
+    play(config, reporter, INFO)
 
 
 if __name__ == "__main__":
