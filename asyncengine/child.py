@@ -39,11 +39,13 @@ ENVIRONMENT_PREFIXES = ("LC_", "PYTHON", "CUDA_", "NVIDIA_", "NCCL_", "TORCH", "
 
 @dataclass(eq=False)
 class Child:
-    """One sidecar process. `heard`: when its last message was read; `phase`: what its start-up is busy with."""
+    """One sidecar process. `life`: how many were lost in its place before it; `heard`: when its last message was read;
+    `phase`: what its start-up is busy with; `last_words`: of its `Fatal`; `hung`: why it was killed, if it was."""
 
     role: Role
     index: int
     count: int
+    life: int
     process: subprocess.Popen[bytes]
     pidfd: int
     started: float
@@ -53,6 +55,7 @@ class Child:
     ready: Ready | None = None
     gauges: dict[str, int] = field(default_factory=dict)
     last_words: str | None = None
+    hung: str | None = None
     exited: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -89,7 +92,14 @@ class Child:
 
 
 def start_child(
-    config: EngineConfig, role: Role, index: int, count: int, *, module: str, inherit: Sequence[int] = ()
+    config: EngineConfig,
+    role: Role,
+    index: int,
+    count: int,
+    *,
+    module: str,
+    inherit: Sequence[int] = (),
+    life: int = 0,
 ) -> Child:
     """Start `python -m module` as worker `index` of `count` of a role. Its death signal is tied to this thread.
 
@@ -109,7 +119,18 @@ def start_child(
     except OSError as error:
         raise StartupError(f"cannot start {role}: {error}") from error
     now = time.monotonic()
-    return Child(role, index, count, process, os.pidfd_open(process.pid), now, now, now)
+    return Child(role, index, count, life, process, os.pidfd_open(process.pid), now, now, now)
+
+
+async def stop_children(children: Sequence[Child], seconds: float) -> None:
+    """Ask all to end, and kill those that are there still after `seconds`."""
+    for child in children:
+        child.signal(signal.SIGTERM)
+    try:
+        await asyncio.wait_for(asyncio.gather(*(child.exited.wait() for child in children)), seconds)
+    except TimeoutError:
+        for child in children:
+            child.signal(signal.SIGKILL)
 
 
 def sidecar_environment(environ: Mapping[str, str], config: EngineConfig, role: Role) -> dict[str, str]:

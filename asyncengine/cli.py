@@ -24,6 +24,9 @@ from asyncengine.telemetry import export_spans_to, make_tracing
 if TYPE_CHECKING:
     import tqdm
 
+    from asyncengine.api.worker_group import WorkerGroup
+    from asyncengine.engine import AsyncEngine
+
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 OPEN_FILES = 65536
 BYTES_PHASE = "loading weights"
@@ -31,6 +34,7 @@ BYTES_PHASE = "loading weights"
 MAX_API_WORKERS = 64
 AUTO_API_WORKERS = 4
 CORES_FOR_API_WORKERS = 8
+MAX_DRAIN_SECONDS = 86400
 FAILED_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130
 
@@ -86,6 +90,14 @@ def build_parser() -> argparse.ArgumentParser:
         default=True,
         help="a page at / to talk to the model and to watch the engine work (default: %(default)s)",
     )
+    serve.add_argument(
+        "--drain-timeout-seconds",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long running requests may go on after SIGTERM or Ctrl-C, a second of which ends them at once; new "
+        "ones are refused meanwhile (default: %(default)s)",
+    )
     add_engine_options(serve)
 
     chat = commands.add_parser("chat", help="talk to a model in the terminal")
@@ -114,6 +126,10 @@ def serve_command(args: argparse.Namespace) -> int:
         )
     if not 0 <= args.port <= 65535:
         raise StartupError(f"--port must be from 0 to 65535, got {args.port}")
+    if not 0 <= args.drain_timeout_seconds <= MAX_DRAIN_SECONDS:
+        raise StartupError(
+            f"--drain-timeout-seconds must be from 0 to {MAX_DRAIN_SECONDS}, got {args.drain_timeout_seconds}"
+        )
     if args.otlp_endpoint:
         export_spans_to(args.otlp_endpoint)
     config = engine_config(args)
@@ -141,7 +157,8 @@ def api_workers(given: str, config: EngineConfig) -> int:
 
 
 async def serve_until_signal(serve: Coroutine[object, object, None]) -> int:
-    """Serve until SIGTERM or SIGINT, at whatever stage it arrives; then end requests, engine and server in order.
+    """Serve until SIGTERM or SIGINT, at whatever stage it arrives; then end requests, engine and server in order. A
+    second one breaks off whatever waits for requests to end by themselves.
 
     Returns the exit code: 1 when the engine has failed, so that whoever keeps services alive starts a new one.
     """
@@ -153,6 +170,17 @@ async def serve_until_signal(serve: Coroutine[object, object, None]) -> int:
         await serving
         return FAILED_EXIT_CODE
     return 0
+
+
+async def serve_out(engine: AsyncEngine | WorkerGroup, drain_seconds: float) -> None:
+    """Wait for the engine to fail. Cancelled, let the requests that it has end before, within `drain_seconds`."""
+    try:
+        await engine.wait_failed()
+    except asyncio.CancelledError:
+        seconds = f"{drain_seconds:g}"
+        print(f"shutting down; requests have {seconds} s to end, another signal ends them now", file=sys.stderr)
+        if await engine.drain(drain_seconds):
+            raise
 
 
 async def _serve(config: EngineConfig, args: argparse.Namespace) -> None:
@@ -173,7 +201,7 @@ async def _serve(config: EngineConfig, args: argparse.Namespace) -> None:
         # closed before the server, the engine ends every stream with an error that its client can read
         stack.push_async_callback(engine.close)
         print(ready_text(engine.info.model, args.host, bound_port(runner), console=args.console), flush=True)
-        await engine.wait_failed()
+        await serve_out(engine, args.drain_timeout_seconds)
 
 
 async def _serve_with_workers(config: EngineConfig, args: argparse.Namespace, workers: int) -> None:
@@ -196,7 +224,7 @@ async def _serve_with_workers(config: EngineConfig, args: argparse.Namespace, wo
             await group.start()
             print("\n".join(report(group.info)), file=sys.stderr, flush=True)
         print(ready_text(group.info.model, args.host, group.port, console=args.console), flush=True)
-        await group.wait_failed()
+        await serve_out(group, args.drain_timeout_seconds)
 
 
 def ready_text(model: str, host: str, port: int, *, console: bool = True) -> str:

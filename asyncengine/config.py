@@ -17,6 +17,8 @@ ToolCallFormat = Literal["hermes", "llama3"]
 ToolCallParserName = Literal["auto", "hermes", "llama3", "none"]
 ReasoningParserName = Literal["auto", "think", "none"]
 Role = Literal["tokenizer_proc", "gpu_runner", "detokenizer_proc", "api_worker"]
+SIDECARS: tuple[Role, ...] = ("gpu_runner", "tokenizer_proc", "detokenizer_proc")
+"""The roles whose processes are replaced when they are lost."""
 
 PAGE_SIZE = 16
 """Tokens in one KV-cache page."""
@@ -48,6 +50,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         template shows.
     max_crashes, crash_window_seconds: a sidecar that is lost is replaced and its work taken up again; so many losses
         within that time end the engine. 1 = the first does.
+    hang_timeout_seconds: a sidecar that gives no sign of life for so long is killed, and so replaced; gpu_runner on a
+        CPU, which computes a whole step between two, has ten times as long.
     """
 
     model: str = "default"
@@ -69,6 +73,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     detokenizer_workers: int = 1
     max_crashes: int = 3
     crash_window_seconds: float = 60.0
+    hang_timeout_seconds: float = 60.0
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -92,6 +97,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("detokenizer_workers", 1, 64),
             ("max_crashes", 1, 10**6),
             ("crash_window_seconds", 0.1, 1e6),
+            ("hang_timeout_seconds", 1, 1e6),
         ):
             value = getattr(self, name)
             if value is not None and not low <= value <= high:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Generator, Mapping
 from types import TracebackType
 
 from asyncengine.config import EngineConfig, Role
-from asyncengine.engine_info import Health
+from asyncengine.engine_info import DRAINING, Health
 from asyncengine.errors import EngineError
 from asyncengine.front_end import FrontEnd
-from asyncengine.supervisor import StartupProgress, Supervisor
+from asyncengine.startup_progress import StartupProgress
+from asyncengine.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
+
+DRAIN_POLL_SECONDS = 0.05
 
 
 class AsyncEngine(FrontEnd):
@@ -59,17 +63,26 @@ class AsyncEngine(FrontEnd):
         self._shut("the engine was closed")
         await self._supervisor.close()
 
+    async def drain(self, seconds: float) -> bool:
+        """Take no more requests, and wait until those there are have ended, at most so long. False when the engine has
+        failed meanwhile."""
+        self._draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._requests.count and not self._failed.is_set():
+                    await asyncio.sleep(DRAIN_POLL_SECONDS)
+        return not self._failed.is_set()
+
     def gauges(self) -> dict[str, int]:
         """Latest gauges of gpu_runner (running, waiting, free_pages, cached_pages, total_pages, gpu_busy_permille,
-        host_us_per_step, ...; at most about 0.25 s old) plus `open_streams` of this process."""
-        return self._supervisor.gauges("gpu_runner") | {"open_streams": self._requests.count}
+        host_us_per_step, ...; at most about 0.25 s old), how often each role's processes were replaced
+        (`gpu_runner_restarts`, ...), and `open_streams` of this process."""
+        return self._supervisor.engine_gauges() | {"open_streams": self._requests.count}
 
     @property
     def health(self) -> Health:
         if self._state == "ready":
-            stalled = self._supervisor.stalled(runner_on_cpu=self.info.device == "cpu")
-            if stalled:
-                return Health(state="stalled", detail=f"no sign of life from {', '.join(stalled)}")
+            return DRAINING if self._draining else self._supervisor.health()
         return Health(state=self._state, detail=self._detail)
 
     async def wait_failed(self) -> str:

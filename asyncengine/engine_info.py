@@ -6,10 +6,11 @@ from typing import Literal
 
 import msgspec
 
-from asyncengine.config import SchedulingPolicy, ToolCallFormat
-from asyncengine.wire.messages import MemoryAccount
+from asyncengine.config import EngineConfig, SchedulingPolicy, ToolCallFormat
+from asyncengine.model_files import ResolvedModel
+from asyncengine.wire.messages import MemoryAccount, RunnerInfo, TokenizerInfo
 
-HealthState = Literal["starting", "ready", "stalled", "recovering", "failed", "closed"]
+HealthState = Literal["starting", "ready", "stalled", "recovering", "draining", "failed", "closed"]
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,8 +45,37 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
     """state: "ready" is the only one that serves at once. "stalled" may recover (a process has stopped sending
-    heartbeats), "recovering" takes requests, which wait until a lost process has been replaced; "failed" and "closed"
-    end it. detail: one sentence for a person, "" while ready."""
+    heartbeats), "recovering" takes requests, which wait until a lost process has been replaced; "draining" goes on with
+    those it has and takes no more; "failed" and "closed" end it. detail: one sentence for a person, "" while ready."""
 
     state: HealthState
     detail: str = ""
+
+
+DRAINING = Health(state="draining", detail="the server is shutting down")
+
+
+def describe_engine(
+    config: EngineConfig, model: ResolvedModel, runner: RunnerInfo, tokenizer: TokenizerInfo
+) -> EngineInfo:
+    """The facts out of what the processes said when they were ready."""
+    return EngineInfo(
+        model=config.served_model_name or model.served_name,
+        model_path=str(model.path),
+        scheduling_policy=config.scheduling_policy,
+        has_chat_template=tokenizer.has_chat_template,
+        tool_call_format=_tool_call_format(config, tokenizer),
+        reasoning=tokenizer.reasoning if config.reasoning_parser == "auto" else config.reasoning_parser == "think",
+        tag_tokens=tokenizer.tag_tokens,
+        **msgspec.structs.asdict(runner),
+    )
+
+
+def _tool_call_format(config: EngineConfig, tokenizer: TokenizerInfo) -> ToolCallFormat | None:
+    """By the configuration or by the chat template."""
+    match config.tool_call_parser:
+        case "auto":
+            return tokenizer.tool_call_format
+        case "none":
+            return None
+    return config.tool_call_parser

@@ -128,6 +128,29 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes that make text of tokens, from 1 to 64 (default: %(default)s)",
     )
+    engine.add_argument(
+        "--max-crashes",
+        type=int,
+        default=default.max_crashes,
+        metavar="N",
+        help="so many lost processes within --crash-window-seconds end the engine; fewer are replaced, and their "
+        "requests go on (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--crash-window-seconds",
+        type=float,
+        default=default.crash_window_seconds,
+        metavar="SECONDS",
+        help="the time in which lost processes are counted (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--hang-timeout-seconds",
+        type=float,
+        default=default.hang_timeout_seconds,
+        metavar="SECONDS",
+        help="a process that gives no sign of life for so long is killed and replaced; gpu_runner on a CPU has ten "
+        "times as long (default: %(default)s)",
+    )
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:

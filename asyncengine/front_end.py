@@ -18,7 +18,7 @@ import msgspec
 
 from asyncengine.config import API_WORKER_SHIFT
 from asyncengine.delta_feed import DeltaFeed
-from asyncengine.engine_info import EngineInfo, HealthState
+from asyncengine.engine_info import DRAINING, EngineInfo, HealthState
 from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError, StartupError
 from asyncengine.gc_clock import GcClock
 from asyncengine.metrics import RequestMetrics, Totals, read_totals
@@ -87,6 +87,7 @@ class FrontEnd:
         self._questions = Questions()
         self._retry: asyncio.TimerHandle | None = None
         self._next_rid = worker << API_WORKER_SHIFT
+        self._draining = False
 
     @property
     def run_dir(self) -> Path | None:
@@ -227,6 +228,8 @@ class FrontEnd:
     ) -> OpenRequest:
         arrived = time.monotonic_ns()
         self._check_ready()
+        if self._draining:
+            raise OverloadedError(DRAINING.detail, code="shutting_down")
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=secrets.randbits(63))
         rid = self._mint(params.n)

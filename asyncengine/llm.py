@@ -16,8 +16,8 @@ from asyncengine.errors import InvalidRequestError
 from asyncengine.loop_thread import LoopThread
 from asyncengine.outputs import RequestOutput
 from asyncengine.sampling import SamplingParams
+from asyncengine.startup_progress import StartupProgress
 from asyncengine.streams import ChatPrompt
-from asyncengine.supervisor import StartupProgress
 
 Message = dict[str, object]
 

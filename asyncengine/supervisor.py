@@ -1,7 +1,8 @@
-"""Starts, watches and stops the sidecar processes, and tells the engine when one of them is lost.
+"""Starts, watches, replaces and stops the sidecar processes.
 
     starting   spawn all -> hand each its configuration -> Progress... -> Ready from every one
-    serving    Heartbeats; a child's end or Fatal -> on_failure(sentence), once
+    serving    Heartbeats; a sidecar's end -> reaped -> another one, next life -> Ready -> on_relink(role, index, life)
+               too many of them, an API worker's end, or one that refuses to start -> on_failure(sentence), once
     closing    API workers end by themselves, having been told; SIGTERM to all, up to STOP_SECONDS, SIGKILL; sockets
                closed; run directory removed
 
@@ -13,66 +14,40 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
+import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
-from asyncengine.child import Child, describe_exit, start_child
-from asyncengine.config import EngineConfig, Role, SidecarConfig, ToolCallFormat
-from asyncengine.engine_info import EngineInfo
+from asyncengine.child import Child, describe_exit, start_child, stop_children
+from asyncengine.config import SIDECARS, EngineConfig, Role, SidecarConfig, worker_key
+from asyncengine.engine_info import EngineInfo, Health, describe_engine
 from asyncengine.errors import StartupError
+from asyncengine.losses import Losses
 from asyncengine.model_files import ResolvedModel, resolve_model
 from asyncengine.run_dir import RunDir
+from asyncengine.startup_progress import StartupProgress
+from asyncengine.watchdog import LOOK_SECONDS, Watchdog
 from asyncengine.wire.messages import Fatal, Heartbeat, Progress, Ready, RunnerInfo, TokenizerInfo, ToSupervisor
 from asyncengine.wire.pipes import Pipes, Receiver
+
+logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 5.0
 FATAL_GRACE_SECONDS = 0.3
 """How long after a child's exit its last words may still be on their way."""
-STALL_SECONDS = 4.0
-CPU_STEP_STALL_SECONDS = 60.0
-"""gpu_runner on a CPU computes a whole step between two heartbeats."""
 DRAIN_LIMIT = 256
-
-
-class StartupProgress(Protocol):
-    """Hears how start-up goes; called in the event loop."""
-
-    def update(self, role: str, index: int, phase: str, done: int, total: int) -> None:
-        """`phase` of a sidecar is at `done` of `total` units (bytes while weights load; 0 = no measure)."""
-
-    def phase_done(self, role: str, index: int, phase: str, seconds: float) -> None:
-        """A phase of a sidecar has ended after `seconds`."""
-
-    def ready(self, role: str, index: int, seconds: float) -> None:
-        """A sidecar serves, `seconds` after its process began."""
-
-
-def tool_call_format(config: EngineConfig, tokenizer: TokenizerInfo) -> ToolCallFormat | None:
-    """How the model writes tool calls, by the configuration or by its chat template."""
-    match config.tool_call_parser:
-        case "auto":
-            return tokenizer.tool_call_format
-        case "none":
-            return None
-    return config.tool_call_parser
-
-
-def reasoning(config: EngineConfig, tokenizer: TokenizerInfo) -> bool:
-    """Whether the model's answers may begin with reasoning, likewise."""
-    return tokenizer.reasoning if config.reasoning_parser == "auto" else config.reasoning_parser == "think"
 
 
 class Supervisor:
     """Owner of the sidecars, the run directory and this process's pipes. Lives in one event loop.
 
     `modules` names the module run for a role where it is not the role's own package. `on_failure` is called once, with
-    a sentence, when a process is lost after start-up. `api_workers` processes serve HTTP on the listening sockets
-    `listen_fds`, the console too if asked for; none where this process does that itself.
+    a sentence, when the engine has come to its end after start-up. `on_relink` is called when number `life` is ready in
+    the place of a lost sidecar, which may be before `launch` returns. `api_workers` processes serve HTTP on the
+    listening sockets `listen_fds`, the console too if asked for; none where this process does that itself.
     """
 
     def __init__(
@@ -80,6 +55,7 @@ class Supervisor:
         config: EngineConfig,
         *,
         on_failure: Callable[[str], None],
+        on_relink: Callable[[Role, int, int], None] = lambda role, index, life: None,
         progress: StartupProgress | None = None,
         modules: Mapping[Role, str] | None = None,
         api_workers: int = 0,
@@ -91,14 +67,20 @@ class Supervisor:
         self._listen_fds = listen_fds
         self._console = console
         self._on_failure = on_failure
+        self._on_relink = on_relink
         self._progress = progress
         self._modules: dict[Role, str] = {"api_worker": "asyncengine.api.worker", **(modules or {})}
         self._children: dict[tuple[str, int], Child] = {}
+        self._restarts: dict[Role, int] = dict.fromkeys(SIDECARS, 0)
+        self._losses = Losses(most=config.max_crashes, window_seconds=config.crash_window_seconds)
+        self._watchdog = Watchdog(hang_timeout_seconds=config.hang_timeout_seconds)
+        self._looking: asyncio.Task[None] | None = None
+        self._model: ResolvedModel | None = None
         self._run_dir: RunDir | None = None
         self._pipes: Pipes | None = None
         self._receiver: Receiver | None = None
         self._fd = -1
-        self._watchers: list[asyncio.Task[None]] = []
+        self._watchers: set[asyncio.Task[None]] = set()
         self._outcome: asyncio.Future[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._failed = False
@@ -135,6 +117,7 @@ class Supervisor:
     async def launch(self, model: ResolvedModel) -> None:
         """Start every sidecar and wait until all are ready; raises `StartupError`. `close` undoes it."""
         self._check_open()
+        self._model = model
         self._outcome = asyncio.get_running_loop().create_future()
         counts: dict[Role, int] = {
             "gpu_runner": 1,
@@ -145,27 +128,16 @@ class Supervisor:
         for role, count in counts.items():
             for index in range(count):
                 self._spawn(role, index, count)
-        await asyncio.gather(
-            *(
-                asyncio.to_thread(child.configure, self._sidecar_config(child, model))
-                for child in self._children.values()
-            )
-        )
+        self._looking = asyncio.create_task(self._look_again_and_again())
         await self._outcome
 
     def engine_info(self, model: ResolvedModel) -> EngineInfo:
         """What the launched sidecars said about themselves."""
-        runner = msgspec.convert(self.ready_info("gpu_runner"), RunnerInfo)
-        tokenizer = msgspec.convert(self.ready_info("tokenizer_proc"), TokenizerInfo)
-        return EngineInfo(
-            model=self._config.served_model_name or model.served_name,
-            model_path=str(model.path),
-            scheduling_policy=self._config.scheduling_policy,
-            has_chat_template=tokenizer.has_chat_template,
-            tool_call_format=tool_call_format(self._config, tokenizer),
-            reasoning=reasoning(self._config, tokenizer),
-            tag_tokens=tokenizer.tag_tokens,
-            **msgspec.structs.asdict(runner),
+        return describe_engine(
+            self._config,
+            model,
+            msgspec.convert(self.ready_info("gpu_runner"), RunnerInfo),
+            msgspec.convert(self.ready_info("tokenizer_proc"), TokenizerInfo),
         )
 
     def pids(self) -> dict[str, int]:
@@ -183,16 +155,34 @@ class Supervisor:
         child = self._children.get((role, index))
         return dict(child.gauges) if child else {}
 
-    def stalled(self, *, runner_on_cpu: bool) -> list[str]:
-        """Names of the processes that have not been heard of for too long."""
-        self._read()
-        now = time.monotonic()
-        return [
-            child.name
+    def engine_gauges(self) -> dict[str, int]:
+        """Those of gpu_runner, and for each role its `{role}_restarts`."""
+        return self.gauges("gpu_runner") | {f"{role}_restarts": count for role, count in self._restarts.items()}
+
+    def lives(self) -> dict[str, int]:
+        """Of every sidecar that took a lost one's place and is ready, by `worker_key`."""
+        return {
+            worker_key(child.role, child.index): child.life
             for child in self._children.values()
-            if now - child.heard
-            > (CPU_STEP_STALL_SECONDS if runner_on_cpu and child.role == "gpu_runner" else STALL_SECONDS)
-        ]
+            if child.life and child.ready
+        }
+
+    def health(self) -> Health:
+        """Of the processes, once launched: "ready", "recovering" or "stalled"."""
+        if recovering := self.recovering():
+            return Health(state="recovering", detail=f"being replaced: {', '.join(recovering)}")
+        if stalled := self.stalled():
+            return Health(state="stalled", detail=f"no sign of life from {', '.join(stalled)}")
+        return Health(state="ready")
+
+    def recovering(self) -> list[str]:
+        """The sidecars that were lost and whose successors are not ready yet, and since when."""
+        return self._losses.open(time.monotonic())
+
+    def stalled(self) -> list[str]:
+        """Names of the ready processes that have not been heard of for too long."""
+        self._read()
+        return [child.name for child in self._watchdog.stalled(self._children.values())]
 
     async def close(self) -> None:
         """Stop the sidecars and remove every trace. Idempotent; goes on to the end though its caller be cancelled."""
@@ -216,39 +206,56 @@ class Supervisor:
         if self._closing is not None:
             raise StartupError("the engine was closed while it started")
 
-    def _spawn(self, role: Role, index: int, count: int) -> None:
+    def _spawn(self, role: Role, index: int, count: int, life: int = 0) -> Child:
         inherit = self._listen_fds if role == "api_worker" else ()
-        child = start_child(self._config, role, index, count, module=self._modules.get(role, role), inherit=inherit)
+        module = self._modules.get(role, role)
+        child = start_child(self._config, role, index, count, module=module, inherit=inherit, life=life)
         self._children[role, index] = child
-        self._watchers.append(asyncio.create_task(self._watch(child)))
+        watcher = asyncio.create_task(self._watch(child))
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+        return child
 
-    def _sidecar_config(self, child: Child, model: ResolvedModel) -> SidecarConfig:
+    def _sidecar_config(self, child: Child) -> SidecarConfig:
         assert self._run_dir is not None
+        assert self._model is not None
+        others = [other for other in self._children.values() if other is not child]
         return SidecarConfig(
             engine=self._config,
             role=child.role,
             index=child.index,
-            model_path=str(model.path),
+            model_path=str(self._model.path),
             run_dir=str(self._run_dir.path),
             listen_fds=self._listen_fds if child.role == "api_worker" else (),
             api_workers=self._api_workers,
             console=self._console,
+            life=child.life,
+            lives={worker_key(other.role, other.index): other.life for other in others if other.life},
         )
 
     async def _watch(self, child: Child) -> None:
+        await asyncio.to_thread(child.configure, self._sidecar_config(child))
         code = await child.wait()
         deadline = time.monotonic() + FATAL_GRACE_SECONDS
         while code == 1 and child.last_words is None and time.monotonic() < deadline and self._closing is None:
             await asyncio.sleep(0.01)
             self._read()
-        self._lost(child, child.last_words or f"{child.name} {describe_exit(code)}")
+        child.release()
+        self._end(child, code)
+
+    async def _look_again_and_again(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            self._read()
+            if report := self._watchdog.look(self._children.values(), self.run_dir):
+                logger.warning("%s", report)
 
     def _read(self) -> None:
         if self._receiver is None:
             return
         for message in self._receiver.drain(DRAIN_LIMIT):
             child = self._children.get((message.role, message.index))
-            if child is not None:
+            if child is not None and message.life == child.life:
                 child.heard = time.monotonic()
                 self._handle(child, message)
         if self._receiver.pending():
@@ -267,11 +274,16 @@ class Supervisor:
                 child.ready = message
                 if self._progress:
                     self._progress.ready(child.role, child.index, time.monotonic() - child.started)
+                if child.life:
+                    self._recovered(child)
                 if self._outcome and not self._outcome.done() and all(c.ready for c in self._children.values()):
                     self._outcome.set_result(None)
             case Fatal():
                 child.last_words = message.message
-                self._lost(child, message.message)
+                if not self._launched:
+                    self._fail(message.message)
+                elif child.role in SIDECARS:
+                    self._losses.begin(child.name, time.monotonic())
 
     def _enter_phase(self, child: Child, phase: str) -> None:
         if phase == child.phase:
@@ -281,29 +293,56 @@ class Supervisor:
             self._progress.phase_done(child.role, child.index, child.phase, now - child.phase_started)
         child.phase, child.phase_started = phase, now
 
-    def _lost(self, child: Child, reason: str) -> None:
+    def _end(self, child: Child, code: int) -> None:
+        """`child` is no more, and whatever it held is free."""
+        if self._closing is not None or self._failed:
+            return
+        reason = child.last_words or child.hung or f"{child.name} {describe_exit(code)}"
+        if not self._launched and code >= 0:
+            self._fail(reason)
+            return
+        reason = reason if child.name in reason else f"{child.name} died: {reason}"
+        if child.role not in SIDECARS:
+            self._fail(reason)
+            return
+        if child.last_words is not None and child.ready is None:
+            self._fail(f"{child.name} was lost and cannot be replaced: {child.last_words}")
+            return
+        if too_many := self._losses.count(child.name, reason, time.monotonic()):
+            self._fail(too_many)
+            return
+        logger.warning("%s; it is being replaced", reason)
+        try:
+            successor = self._spawn(child.role, child.index, child.count, child.life + 1)
+        except StartupError as error:
+            self._fail(error.message)
+            return
+        successor.gauges = child.gauges  # until it has its own
+
+    def _recovered(self, child: Child) -> None:
+        seconds = self._losses.end(child.name, time.monotonic())
+        self._restarts[child.role] += 1
+        logger.warning("%s was replaced within %.1f s", child.name, seconds)
+        self._on_relink(child.role, child.index, child.life)
+
+    def _fail(self, reason: str) -> None:
         if self._closing is not None or self._outcome is None or self._failed:
             return
         self._failed = True
         if self._outcome.done():
-            self._on_failure(reason if child.name in reason else f"{child.name} died: {reason}")
+            self._on_failure(reason)
         else:
             self._outcome.set_exception(StartupError(reason))
 
     async def _close(self) -> None:
         children = list(self._children.values())
+        if self._looking is not None:
+            self._looking.cancel()
         if self._launched:
             workers = asyncio.gather(*(child.exited.wait() for child in children if child.role == "api_worker"))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(workers, STOP_SECONDS)
-        for child in children:
-            child.signal(signal.SIGTERM)
-        stopped = asyncio.gather(*(child.exited.wait() for child in children))
-        try:
-            await asyncio.wait_for(stopped, STOP_SECONDS)
-        except TimeoutError:
-            for child in children:
-                child.signal(signal.SIGKILL)
+        await stop_children(children, STOP_SECONDS)
         await asyncio.gather(*self._watchers, return_exceptions=True)
         for child in children:
             child.release()

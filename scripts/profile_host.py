@@ -42,6 +42,8 @@ class Watched(Generic[Record]):
 
     def __init__(self, path: Path, kind: type[Record]) -> None:
         """Raises RingError and OSError."""
+        self._path = path
+        self._kind: type[Record] = kind
         self.ring: RingReader[Record] = RingReader(path, kind)
         self.role = self.ring.role
         self.records: list[Record] = []
@@ -54,6 +56,15 @@ class Watched(Generic[Record]):
         self._seen = self.ring.written
 
     def read(self) -> None:
+        self._take_in()
+        if self.ring.superseded():
+            with contextlib.suppress(FileNotFoundError):  # the successor is gone as well
+                successor = RingReader(self._path, self._kind)
+                self.ring.close()
+                self.ring, self._seen, self._cpu_begin = successor, 0, None
+                self._take_in()
+
+    def _take_in(self) -> None:
         found = self.ring.snapshot(self._seen)
         if found:
             self.lost += found[-1].number - self._seen - len(found) if self._seen else 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from asyncengine.api.exposition import Family, Sample, exposition, histogram_samples
+from asyncengine.config import SIDECARS
 from asyncengine.engine_info import Health
 from asyncengine.metrics import FINISH_REASONS, Totals
 
@@ -68,6 +69,10 @@ def _from_gauges(gauges: Mapping[str, int]) -> Iterator[Family]:
     if total := gauges.get("total_pages"):
         used = 1 - (gauges["free_pages"] + gauges["cached_pages"]) / total
         yield Family("vllm:kv_cache_usage_perc", "gauge", "Share of the KV cache in use; 1 is all.", [Sample(used)])
+    restarts = [Sample(gauges[f"{role}_restarts"], {"role": role}) for role in SIDECARS if f"{role}_restarts" in gauges]
+    if restarts:
+        text = "Processes that were lost and have been replaced."
+        yield Family("asyncengine:sidecar_restarts_total", "counter", text, restarts)
     if "gpu_busy_permille" in gauges:
         text = "Share of the time with work in which the device worked; 1 is all."
         yield Family("asyncengine:gpu_busy_ratio", "gauge", text, [Sample(gauges["gpu_busy_permille"] / 1000)])

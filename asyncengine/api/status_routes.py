@@ -28,7 +28,8 @@ class VersionJson(msgspec.Struct, frozen=True, kw_only=True):
 
 class StatusRoutes:
     """/health: may this process go on living; /ready: should it be sent requests. Both fail while a process of the
-    engine has not been heard of for too long, and when the engine has failed or was closed."""
+    engine has not been heard of for too long or is being replaced, and when the engine has failed or was closed. A
+    server that is shutting down is not ready, but should live to the end of its requests."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -73,10 +74,10 @@ class StatusRoutes:
         ]
 
     async def health(self, request: web.Request) -> web.Response:
-        return self._status("ok")
+        return self._status("ok", if_draining=200)
 
     async def ready(self, request: web.Request) -> web.Response:
-        return self._status("ready")
+        return self._status("ready", if_draining=503)
 
     async def version(self, request: web.Request) -> web.Response:
         return json_response(VersionJson(version=self._version))
@@ -88,8 +89,9 @@ class StatusRoutes:
         )
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
-    def _status(self, good: str) -> web.Response:
+    def _status(self, good: str, *, if_draining: int) -> web.Response:
         health = self._backend.health
         if health.state == "ready":
             return json_response(StatusJson(status=good))
-        return json_response(StatusJson(status=health.state, reason=health.detail), status=503)
+        status = if_draining if health.state == "draining" else 503
+        return json_response(StatusJson(status=health.state, reason=health.detail), status=status)

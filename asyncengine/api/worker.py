@@ -79,6 +79,7 @@ class ApiWorker(FrontEnd):
             self.end(health)
             return
         self._health = health
+        self._draining = health.state == "draining"
         if not self._begun.is_set():
             info = msgspec.convert(status.info, EngineInfo)
             self._serve(info, tokenizer_workers=self._tokenizer_workers)
@@ -110,7 +111,8 @@ async def _serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> Non
 
 async def _beat(worker: ApiWorker, reporter: Reporter) -> None:
     while True:
-        reporter.heartbeat({"open_streams": worker.gauges()["open_streams"]})
+        draining = int(worker.health.state == "draining")
+        reporter.heartbeat({"open_streams": worker.gauges()["open_streams"], "draining": draining})
         await asyncio.sleep(HEARTBEAT_SECONDS)
 
 

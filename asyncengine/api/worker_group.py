@@ -3,13 +3,14 @@
     this process   bind | start sidecars and workers | all ready: listen, status "ready" | status | status "failed"
     API worker          |                      Ready |                  accepts, serves  |        | ends streams, exits
 
-It handles no request itself. A worker that dies takes the engine with it, as any other process of it does: its requests
-would run on for nobody, and the sockets are shared.
+It handles no request itself. A sidecar that is lost is replaced, and the status tells the workers of its successor. A
+worker that dies takes the engine with it: the connections that it had are gone with it, and the sockets are shared.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import Mapping, Sequence
@@ -18,14 +19,17 @@ import msgspec
 
 from asyncengine.api.app import BACKLOG, cannot_listen
 from asyncengine.config import EngineConfig, Role
-from asyncengine.engine_info import EngineInfo, Health
+from asyncengine.engine_info import DRAINING, EngineInfo, Health
 from asyncengine.errors import StartupError
-from asyncengine.supervisor import StartupProgress, Supervisor
+from asyncengine.startup_progress import StartupProgress
+from asyncengine.supervisor import Supervisor
 from asyncengine.wire.messages import EngineStatus
 from asyncengine.wire.pipes import Sender
 from asyncengine.wire.sidecar import HEARTBEAT_SECONDS
 
 logger = logging.getLogger(__name__)
+
+DRAIN_POLL_SECONDS = 0.05
 
 
 class WorkerGroup:
@@ -49,6 +53,7 @@ class WorkerGroup:
         self._supervisor = Supervisor(
             config,
             on_failure=self._fail,
+            on_relink=self._relink,
             progress=progress,
             modules=modules,
             api_workers=workers,
@@ -91,6 +96,22 @@ class WorkerGroup:
         await self._failed.wait()
         return self._health.detail
 
+    async def drain(self, seconds: float) -> bool:
+        """Take no more requests, and wait until those there are have ended, at most so long. False when the engine has
+        failed meanwhile."""
+        if not self._failed.is_set():
+            self._health = DRAINING
+            self._tell()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not self._failed.is_set() and not all(map(self._is_drained, range(self._workers))):
+                    await asyncio.sleep(DRAIN_POLL_SECONDS)
+        return not self._failed.is_set()
+
+    def _is_drained(self, worker: int) -> bool:
+        gauges = self._supervisor.gauges("api_worker", worker)
+        return bool(gauges.get("draining")) and gauges["open_streams"] == 0
+
     async def close(self) -> None:
         """End all streams with an error that their clients can read, then all processes. Idempotent."""
         if self._telling is not None:
@@ -112,16 +133,22 @@ class WorkerGroup:
     def _tell(self) -> None:
         """Send all workers the engine's status. One that does not read misses some, never the last."""
         health = self._health
-        if health.state == "ready" and (stalled := self._supervisor.stalled(runner_on_cpu=self.info.device == "cpu")):
-            health = Health(state="stalled", detail=f"no sign of life from {', '.join(stalled)}")
-        serving = health.state in ("ready", "stalled")
+        if health.state == "ready":
+            health = self._supervisor.health()
+        serving = health.state not in ("failed", "closed")
         info = msgspec.to_builtins(self.info) if serving else {}
-        status = EngineStatus(health.state, health.detail, info, self._supervisor.gauges("gpu_runner"))
+        status = EngineStatus(
+            health.state, health.detail, info, self._supervisor.engine_gauges(), self._supervisor.lives()
+        )
         for sender in self._senders:
             if serving:
                 sender.try_send(status)
             else:
                 sender.send(status)
+
+    def _relink(self, role: Role, index: int, life: int) -> None:
+        if self._telling is not None:
+            self._tell()  # at once: requests wait for it
 
     def _fail(self, reason: str) -> None:
         logger.error("the engine has failed: %s", reason)

@@ -56,30 +56,40 @@ class LaneJson(msgspec.Struct, frozen=True):
 
 
 class LiveLanes:
-    """The rings of one engine that is ready, so that all its processes have theirs. They are opened once."""
+    """The rings of one engine, those of its lost processes' successors too."""
 
     def __init__(self, run_dir: Path) -> None:
-        rings: list[RingReader[StepRecord] | RingReader[TurnRecord]] = []
-        for path in run_dir.glob(f"*{SUFFIX}"):
-            try:
-                if path.name.startswith("gpu_runner."):
-                    rings.append(RingReader(path, StepRecord))
-                else:
-                    rings.append(RingReader(path, TurnRecord))
-            except (RingError, OSError):  # no ring of ours, or its process has just ended, and the engine with it
-                continue
-        known = [ring for ring in rings if ring.role in ROLES]
-        self._rings = sorted(known, key=lambda ring: (ROLES.index(ring.role), ring.index))
+        self._run_dir = run_dir
+        self._rings: dict[Path, RingReader[StepRecord] | RingReader[TurnRecord]] = {}
 
     def read(self, cursor: Mapping[str, int], now_ns: int) -> list[LaneJson]:
         """cursor: by `role.index`, the number after which a lane's records are wanted; of the others all that are
         recent. now_ns: by CLOCK_MONOTONIC."""
-        limit = max(1, MAX_RECORDS // max(1, len(self._rings)))
-        return [self._lane(ring, cursor.get(f"{ring.role}.{ring.index}"), now_ns, limit) for ring in self._rings]
+        self._follow()
+        known = [ring for ring in self._rings.values() if ring.role in ROLES]
+        rings = sorted(known, key=lambda ring: (ROLES.index(ring.role), ring.index))
+        limit = max(1, MAX_RECORDS // max(1, len(rings)))
+        return [self._lane(ring, cursor.get(f"{ring.role}.{ring.index}"), now_ns, limit) for ring in rings]
 
     def close(self) -> None:
-        for ring in self._rings:
+        for ring in self._rings.values():
             ring.close()
+
+    def _follow(self) -> None:
+        """Open the rings that are new."""
+        for path in self._run_dir.glob(f"*{SUFFIX}"):
+            before = self._rings.get(path)
+            if before is not None and not before.superseded():
+                continue
+            try:
+                if path.name.startswith("gpu_runner."):
+                    self._rings[path] = RingReader(path, StepRecord)
+                else:
+                    self._rings[path] = RingReader(path, TurnRecord)
+            except (RingError, OSError):  # no ring of ours, or its process has just ended
+                continue
+            if before is not None:
+                before.close()
 
     def _lane(
         self, ring: RingReader[StepRecord] | RingReader[TurnRecord], since: int | None, now_ns: int, limit: int

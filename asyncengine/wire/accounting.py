@@ -1,8 +1,9 @@
 """What every process of a running engine did with its time: a ring of records in shared memory, always on.
 
 Each process writes one ring, `{role}.{index}.ring` in the engine's run directory. Any process of the same user may read
-it at any time; the writer neither knows nor waits. All is little-endian int64, all times are CLOCK_MONOTONIC in ns, one
-clock for all processes of a machine, except where a field says otherwise.
+it at any time; the writer neither knows nor waits. The successor of a lost process puts its own ring in the place of
+the old one, and readers follow (`RingReader.superseded`). All is little-endian int64, all times are CLOCK_MONOTONIC in
+ns, one clock for all processes of a machine, except where a field says otherwise.
 
     header, 16 words   0 magic   1 version   2 words per record   3 capacity in records   4 pid   5 index of the worker
                        6, 7 role, UTF-8 padded with zeros   8 records written   9 .. 15 zero
@@ -101,8 +102,9 @@ class RingWriter(Generic[Record]):
         words = len(kind._fields)
         path = Path(run_dir) / f"{role}.{index}{SUFFIX}"
         size = HEADER.size + 8 * words * CAPACITY
+        draft = path.with_name(f"{path.name}.{os.getpid()}")
         # must stay open: the link leads through it
-        self._fd = _memory_file(path.name) if sys.platform == "linux" else _plain_file(path)
+        self._fd = _memory_file(path.name) if sys.platform == "linux" else _plain_file(draft)
         os.ftruncate(self._fd, size)
         self._memory = mmap.mmap(self._fd, size)
         self._memory[:] = bytes(size)  # every page is there before the first record
@@ -112,7 +114,8 @@ class RingWriter(Generic[Record]):
         self._words = words
         self._written = 0
         if sys.platform == "linux":
-            path.symlink_to(f"/proc/{os.getpid()}/fd/{self._fd}")  # last, so that whoever finds it finds it whole
+            draft.symlink_to(f"/proc/{os.getpid()}/fd/{self._fd}")
+        draft.replace(path)  # last, so that whoever finds it finds it whole
 
     def write(self, fields: Sequence[int]) -> None:
         """Append a record: its fields in order, but for `number`."""
@@ -140,8 +143,10 @@ class RingReader(Generic[Record]):
     def __init__(self, path: Path, kind: type[Record]) -> None:
         """Raises `RingError`, and OSError where there is no such file (any more)."""
         self._kind: type[Record] = kind
+        self._path = path
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+            status = os.fstat(file.fileno())
+            self._identity, size = (status.st_dev, status.st_ino), status.st_size
             if size < HEADER.size:
                 raise RingError(f"{path} is too short for a ring")
             self._memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
@@ -161,6 +166,14 @@ class RingReader(Generic[Record]):
     def written(self) -> int:
         """Records written since the process began."""
         return self._cells[_WRITTEN]
+
+    def superseded(self) -> bool:
+        """Whether another ring is in the place of this one, whose process was lost. Costs two microseconds."""
+        try:
+            status = self._path.stat()
+        except OSError:  # its process has ended, and has no successor yet
+            return False
+        return (status.st_dev, status.st_ino) != self._identity
 
     def ended_before(self, time_ns: int) -> int:
         """The number of the last record that ended before that time, of those still there; else of the one before."""

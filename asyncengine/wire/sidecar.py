@@ -8,6 +8,7 @@ The first lines of that pipe carry the configuration (4-byte little-endian lengt
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -34,20 +35,20 @@ Config = TypeVar("Config", bound=msgspec.Struct)
 class Reporter:
     """A sidecar's line to the supervisor. Progress and heartbeats are dropped when the pipe is full; nothing blocks."""
 
-    def __init__(self, pipes: Pipes, role: Role, index: int) -> None:
+    def __init__(self, pipes: Pipes, role: Role, index: int, life: int) -> None:
         self._sender = pipes.sender("supervisor")
-        self._role, self._index = role, index
+        self._role, self._index, self._life = role, index, life
         self._started = time.monotonic()
         self._last_heartbeat = 0.0
 
     def progress(self, phase: str, done: int = 0, total: int = 0) -> None:
-        self._sender.try_send(Progress(self._role, self._index, phase, done, total))
+        self._sender.try_send(Progress(self._role, self._index, phase, done, total, self._life))
 
     def ready(self, info: msgspec.Struct | None = None) -> None:
         """Announce that work sent from now on is served; `info` is the role's `*Info` Struct."""
         facts: dict[str, Any] = {} if info is None else msgspec.structs.asdict(info)
         seconds = time.monotonic() - self._started
-        self._sender.send(Ready(self._role, self._index, os.getpid(), seconds, facts))
+        self._sender.send(Ready(self._role, self._index, os.getpid(), seconds, facts, self._life))
 
     def heartbeat_due(self) -> bool:
         """True at most every `HEARTBEAT_SECONDS`; ask before collecting gauges."""
@@ -55,14 +56,16 @@ class Reporter:
 
     def heartbeat(self, gauges: dict[str, int]) -> None:
         self._last_heartbeat = time.monotonic()
-        self._sender.try_send(Heartbeat(self._role, self._index, gauges))
+        self._sender.try_send(Heartbeat(self._role, self._index, gauges, self._life))
 
     def fatal(self, message: str) -> None:
-        self._sender.send(Fatal(self._role, self._index, message))
+        self._sender.send(Fatal(self._role, self._index, message, self._life))
 
 
 def run_sidecar(role: Role, serve: Callable[[SidecarConfig, Pipes, Reporter], None]) -> None:
     """Entry point of a sidecar: arm the life-line, read the configuration, call `serve`, report how it ended.
+
+    SIGUSR1 has it write to stderr where each of its threads is, whatever it is busy with.
 
     `serve` loops until SIGTERM, which arrives as SystemExit. Exits 1 when `serve` raises, after sending `Fatal`.
     """
@@ -71,10 +74,11 @@ def run_sidecar(role: Role, serve: Callable[[SidecarConfig, Pipes, Reporter], No
     if config.role != role:
         raise SystemExit(f"{role} was given the configuration of {config.role}")
     watch_parent()
+    faulthandler.register(signal.SIGUSR1)
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the whole group; the supervisor decides
     pipes = Pipes(config.run_dir)
-    reporter = Reporter(pipes, role, config.index)
+    reporter = Reporter(pipes, role, config.index, config.life)
     try:
         serve(config, pipes, reporter)
     except StartupError as error:

@@ -48,6 +48,9 @@ async def test_gauges_and_totals_have_the_names_that_operators_know(server: Serv
         "prefix_hit_tokens": 48,
         "gpu_busy_permille": 985,
         "host_us_per_step": 76,
+        "gpu_runner_restarts": 2,
+        "tokenizer_proc_restarts": 0,
+        "detokenizer_proc_restarts": 1,
     }
     page = await scrape(server)
     for name, value in {
@@ -65,6 +68,8 @@ async def test_gauges_and_totals_have_the_names_that_operators_know(server: Serv
     }.items():
         assert page[name] == {(): pytest.approx(value)}, name
     assert page["vllm:request_success_total"] == {("stop",): 7, ("length",): 7, ("abort",): 7, ("error",): 7}
+    restarts = {("gpu_runner",): 2, ("tokenizer_proc",): 0, ("detokenizer_proc",): 1}
+    assert page["asyncengine:sidecar_restarts_total"] == restarts
     assert page["asyncengine:num_requests_waiting_by_reason"] == {("kv",): 4, ("other",): 1}
     for name in (
         *("time_to_first_token", "inter_token_latency", "time_per_output_token", "e2e_request_latency"),

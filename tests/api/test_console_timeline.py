@@ -64,6 +64,22 @@ def numbers(lane: LaneJson) -> list[int | None]:
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
+def test_lanes_go_on_with_the_rings_of_processes_that_came_later_or_in_the_place_of_lost_ones(
+    keep: ExitStack, tmp_path: Path
+) -> None:
+    ring(keep, tmp_path).write(turn(1))
+    lanes = opened(keep, tmp_path)
+    (lane,) = lanes.read({}, 3 * NS)
+    assert numbers(lane) == [1]
+    ring(keep, tmp_path, "detokenizer_proc").write(turn(2))
+    successor = ring(keep, tmp_path)
+    for number in (3, 4):
+        successor.write(turn(number))
+    later, lane = lanes.read({"engine.0": 1 + CAPACITY}, 5 * NS)
+    assert (later.role, numbers(later)) == ("detokenizer_proc", [2])
+    assert (numbers(lane), lane.next, lane.lost) == ([3, 4], 2, 0)
+
+
 def test_a_viewer_first_gets_the_last_second_and_then_each_record_once(keep: ExitStack, tmp_path: Path) -> None:
     writer = ring(keep, tmp_path)
     for number in range(1, 3001):

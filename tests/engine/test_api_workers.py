@@ -108,7 +108,7 @@ def all_connections() -> aiohttp.ClientSession:
 
 
 async def test_streams_through_two_workers_are_byte_exact_and_a_signal_leaves_nothing(short_path: Path) -> None:
-    options = ["--api-workers", "2", "--no-console"]
+    options = ["--api-workers", "2", "--no-console", "--drain-timeout-seconds", "0"]
     with running(short_path, "serve", "--port", "0", *options, step_ms=5) as command:
         url, children = serve(command)
         workers = workers_of(children)
@@ -183,8 +183,9 @@ async def test_a_worker_that_is_killed_ends_every_stream_by_name_and_leaves_noth
         pass
 
 
-async def test_a_lost_sidecar_is_named_to_the_clients_of_every_worker(short_path: Path) -> None:
-    with running(short_path, "serve", "--port", "0", "--api-workers", "2", step_ms=5) as command:
+async def test_a_sidecar_lost_for_good_is_named_to_the_clients_of_every_worker(short_path: Path) -> None:
+    options = ["--api-workers", "2", "--max-crashes", "1"]
+    with running(short_path, "serve", "--port", "0", *options, step_ms=5) as command:
         url, children = serve(command)
         async with all_connections() as session:
             held = await open_in_every_worker(session, url, workers_of(children))

@@ -21,6 +21,7 @@ from support.command_line import Command, all_gone, ask, running
 
 from asyncengine.cli import build_parser, engine_config, main, ready_text
 from asyncengine.config import EngineConfig
+from asyncengine.run_dir import remove_stale
 
 IMPORT_LIMIT_US = 100_000
 
@@ -50,7 +51,8 @@ def test_a_server_answers_until_a_signal_and_leaves_nothing(short_path: Path, nu
 
 
 def test_a_signal_ends_a_stream_with_an_error_that_its_client_can_read(short_path: Path) -> None:
-    with running(short_path, "serve", "--port", "0", tokens=[40] * 8000, step_ms=5) as command:
+    options = ["--drain-timeout-seconds", "0"]
+    with running(short_path, "serve", "--port", "0", *options, tokens=[40] * 8000, step_ms=5) as command:
         url = command.read_until(r"Ready: \S+ at (\S+)")[1]
         body = json.dumps({"prompt": "go", "max_tokens": 8000, "stream": True}).encode()
         request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
@@ -64,8 +66,8 @@ def test_a_signal_ends_a_stream_with_an_error_that_its_client_can_read(short_pat
     assert "Traceback" not in err
 
 
-def test_a_server_that_loses_a_process_tells_its_clients_and_exits_with_code_1(short_path: Path) -> None:
-    with running(short_path, "serve", "--port", "0", tokens=[40] * 8000, step_ms=5) as command:
+def test_a_server_that_loses_too_many_processes_tells_its_clients_and_exits_with_code_1(short_path: Path) -> None:
+    with running(short_path, "serve", "--port", "0", "--max-crashes", "1", tokens=[40] * 8000, step_ms=5) as command:
         url = command.read_until(r"Ready: \S+ at (\S+)")[1]
         body = json.dumps({"prompt": "go", "max_tokens": 8000, "stream": True}).encode()
         request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
@@ -79,6 +81,23 @@ def test_a_server_that_loses_a_process_tells_its_clients_and_exits_with_code_1(s
     assert code == 1
     assert err.splitlines()[-1] == "the engine has failed: gpu_runner was killed by SIGKILL"
     assert all_gone(children)
+
+
+def test_a_server_killed_in_the_middle_of_a_stream_leaves_no_process_and_its_port_is_free(short_path: Path) -> None:
+    with running(short_path, "serve", "--port", "0", tokens=[40] * 8000, step_ms=5) as command:
+        url = command.read_until(r"Ready: \S+ at (\S+)")[1]
+        body = json.dumps({"prompt": "go", "max_tokens": 8000, "stream": True}).encode()
+        request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as response:
+            assert response.readline().startswith(b"data: {")
+            children = command.children()
+            command.process.kill()
+            command.process.wait()
+        assert len(children) == 3
+        assert all_gone(children)
+        with socket.create_server(("127.0.0.1", int(url.rsplit(":", 1)[1]))):
+            pass
+        remove_stale(short_path)
 
 
 def test_a_signal_during_the_start_leaves_nothing(short_path: Path) -> None:

@@ -17,8 +17,10 @@ import pytest
 from support.python_path import PYTHON_PATH
 
 from asyncengine import supervisor as supervisor_module
+from asyncengine import watchdog
 from asyncengine.child import describe_exit, sidecar_environment
 from asyncengine.config import EngineConfig, Role
+from asyncengine.engine_info import Health
 from asyncengine.errors import StartupError
 from asyncengine.run_dir import RunDir
 from asyncengine.supervisor import Supervisor
@@ -98,7 +100,7 @@ async def test_all_sidecars_become_ready_and_close_leaves_nothing() -> None:
         assert ("loading weights", 50, 100) in heard.updates
         await until(lambda: supervisor.gauges("gpu_runner") != {})
         assert supervisor.gauges("gpu_runner")["total_pages"] == 1024
-        assert supervisor.stalled(runner_on_cpu=True) == []
+        assert supervisor.stalled() == []
         pids = supervisor.pids()
         assert [*pids] == ["gpu_runner", "tokenizer_proc 0", "tokenizer_proc 1", "detokenizer_proc"]
     assert not any(is_running(pid) for pid in pids.values())
@@ -176,38 +178,42 @@ async def test_closing_goes_on_to_the_end_though_its_caller_is_cancelled() -> No
         assert not any(is_running(pid) for pid in pids.values())
 
 
-async def test_a_sidecar_lost_while_serving_is_reported_once_by_name() -> None:
-    heard = Heard()
-    async with started(heard) as supervisor:
-        os.kill(supervisor.pids()["detokenizer_proc"], signal.SIGKILL)
-        await until(lambda: heard.failures != [])
-        os.kill(supervisor.pids()["tokenizer_proc"], signal.SIGKILL)
-        await until(lambda: not is_running(supervisor.pids()["tokenizer_proc"]))
-        await asyncio.sleep(0)
-    assert heard.failures == ["detokenizer_proc was killed by SIGKILL"]
-
-
 async def test_a_frozen_sidecar_is_named_until_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor_module, "STALL_SECONDS", 0.8)
+    monkeypatch.setattr(watchdog, "STALL_SECONDS", 0.8)
     async with started(Heard()) as supervisor:
-        pid = supervisor.pids()["tokenizer_proc"]
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            await until(lambda: "tokenizer_proc" in supervisor.stalled(runner_on_cpu=True))
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        await until(lambda: supervisor.stalled(runner_on_cpu=True) == [])
+        for name, pid in supervisor.pids().items():
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                await until(lambda: supervisor.health().state == "stalled")
+                assert supervisor.stalled() == [name]
+                assert supervisor.health().detail == f"no sign of life from {name}"
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            await until(lambda: supervisor.stalled() == [])
+        await until(lambda: supervisor.health() == Health(state="ready"))
 
 
+@pytest.mark.parametrize(
+    ("moment", "runner"),
+    [
+        ("spawned", "support.idle_runner"),
+        ("ready", "support.scripted_runner"),
+        ("ready", "support.grammar_runner"),
+    ],
+)
 def test_children_of_a_killed_parent_are_gone_and_the_next_engine_removes_its_run_directory(
-    monkeypatch: pytest.MonkeyPatch, run_dirs: Callable[[], list[Path]]
+    moment: str, runner: str, monkeypatch: pytest.MonkeyPatch, run_dirs: Callable[[], list[Path]]
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tempfile.tempdir))
-    parent = subprocess.Popen([sys.executable, "-m", "support.dying_parent"], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "support.dying_parent", moment, runner]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     with parent.stdout:
         pids = [int(word) for word in parent.stdout.readline().split()]
     assert len(pids) == 3
+    if runner == "support.grammar_runner":
+        pids += [int(pid) for pid in Path(f"/proc/{pids[0]}/task/{pids[0]}/children").read_text().split()]
+        assert len(pids) == 4
     parent.kill()
     parent.wait()
     deadline = time.monotonic() + 20

@@ -1,8 +1,8 @@
-"""A tokenizer_proc that is ready at once and never does anything."""
+"""A tokenizer_proc that is ready at once and never does anything, unless it is ordered otherwise (`support.puppet`)."""
 
 from __future__ import annotations
 
-import time
+from support.puppet import play
 
 from asyncengine.config import SidecarConfig
 from asyncengine.wire.messages import TokenizerInfo
@@ -11,10 +11,7 @@ from asyncengine.wire.sidecar import Reporter, run_sidecar
 
 
 def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
-    reporter.ready(TokenizerInfo(vocab_size=49152, has_chat_template=False))
-    while True:
-        reporter.heartbeat({})
-        time.sleep(0.25)
+    play(config, reporter, TokenizerInfo(vocab_size=49152, has_chat_template=False))
 
 
 if __name__ == "__main__":

@@ -119,6 +119,28 @@ def test_no_record_is_ever_read_in_part_while_another_process_writes(tmp_path: P
             RingReader(tmp_path / "child.0.ring", TurnRecord)
 
 
+def test_a_reader_notices_the_ring_of_a_successor_and_keeps_what_the_lost_process_left(
+    writer: RingWriter[TurnRecord], tmp_path: Path
+) -> None:
+    path = tmp_path / "engine.3.ring"
+    reader = RingReader(path, TurnRecord)
+    writer.write((1, 1, 1, 1, 1, 1, 1))
+    assert not reader.superseded()
+    successor = RingWriter(tmp_path, "engine", 3, TurnRecord)
+    assert reader.superseded()
+    successor.write((2, 2, 2, 2, 2, 2, 2))
+    follower = RingReader(path, TurnRecord)
+    assert not follower.superseded()
+    assert [record.begin for record in follower.snapshot()] == [2]
+    assert [record.begin for record in reader.snapshot()] == [1]
+    assert [file.name for file in tmp_path.iterdir()] == ["engine.3.ring"]
+    path.unlink()
+    assert not reader.superseded()
+    for ring in (reader, follower):
+        ring.close()
+    successor.close()
+
+
 def test_a_file_that_is_no_ring_of_the_kind_is_refused(writer: RingWriter[TurnRecord], tmp_path: Path) -> None:
     with pytest.raises(RingError, match="no ring of StepRecords in version 1"):
         RingReader(tmp_path / "engine.3.ring", StepRecord)

@@ -1,0 +1,39 @@
+"""The processes that an engine has lost: how many it bears, and whose successors are not ready yet."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+
+class Losses:
+    """`most` losses within `window_seconds` are too many. All times are in seconds of one clock."""
+
+    def __init__(self, *, most: int, window_seconds: float) -> None:
+        self._most = most
+        self._window_seconds = window_seconds
+        self._latest: deque[tuple[float, str]] = deque(maxlen=most)
+        self._open: dict[str, float] = {}
+
+    def begin(self, name: str, now: float) -> None:
+        """Process `name` is lost, or as good as that; said again, it changes nothing."""
+        self._open.setdefault(name, now)
+
+    def count(self, name: str, reason: str, now: float) -> str | None:
+        """It has ended; the sentence with which its engine ends, if it was one too many."""
+        self.begin(name, now)
+        self._latest.append((now, name))
+        if len(self._latest) < self._most or now - self._latest[0][0] > self._window_seconds:
+            return None
+        if self._most == 1:
+            return reason
+        times = Counter(name for _, name in self._latest)
+        who = ", ".join(f"{name} {'once' if count == 1 else f'{count} times'}" for name, count in times.items())
+        return f"{self._most} processes were lost within {self._window_seconds:g} s ({who}); the last: {reason}"
+
+    def end(self, name: str, now: float) -> float:
+        """Its successor is ready; returns how long its place was empty."""
+        return now - self._open.pop(name)
+
+    def open(self, now: float) -> list[str]:
+        """The places that are empty, and since when."""
+        return [f"{name} (lost {now - lost:.1f} s ago)" for name, lost in self._open.items()]
