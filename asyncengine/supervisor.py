@@ -80,6 +80,7 @@ class Supervisor:
         config: EngineConfig,
         *,
         on_failure: Callable[[str], None],
+        on_relink: Callable[[Role, int, int], None] = lambda role, index, life: None,
         progress: StartupProgress | None = None,
         modules: Mapping[Role, str] | None = None,
         api_workers: int = 0,
@@ -91,6 +92,7 @@ class Supervisor:
         self._listen_fds = listen_fds
         self._console = console
         self._on_failure = on_failure
+        self._on_relink = on_relink
         self._progress = progress
         self._modules: dict[Role, str] = {"api_worker": "asyncengine.api.worker", **(modules or {})}
         self._children: dict[tuple[str, int], Child] = {}
