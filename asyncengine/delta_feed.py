@@ -16,20 +16,23 @@ from asyncengine.wire.messages import Deltas, Encoded, Finish, Openings, PromptC
 
 
 class DeltaFeed:
-    """Hands each request its part of a frame, and counts. `heard`: streams that have news, for the owner to notify."""
+    """Hands each request its part of a frame, and counts. For the owner: `heard`, streams that have news and are to be
+    notified, and `strays`, rids that run though nobody has them, or not any more."""
 
     def __init__(self, requests: OpenRequests, metrics: RequestMetrics) -> None:
         self._requests = requests
         self._metrics = metrics
         self.heard: dict[RequestStream, None] = {}
+        self.strays: list[int] = []
 
     def encoded(self, message: Encoded) -> None:
         for rid in memoryview(message.rids).cast("Q"):
-            if request := self._requests.get(rid):
-                request.acknowledge()
-                if message.at_ns:
-                    request.stream.encoded = message.at_ns
-                    self._metrics.encoded((message.at_ns - request.stream.arrived) / 1e9)
+            if choice := self._requests.get(rid):
+                choice.attempt.acknowledge()
+                stream = choice.stream
+                if message.at_ns and not stream.encoded:
+                    stream.encoded = message.at_ns
+                    self._metrics.encoded((message.at_ns - stream.arrived) / 1e9)
 
     def deltas(self, deltas: Deltas) -> None:
         """The one loop over requests. Raises TypeError, ValueError or IndexError for columns that contradict each
@@ -41,7 +44,7 @@ class DeltaFeed:
             self._prompt(memoryview(deltas.rids).cast("Q")[prompt.row], prompt)
         news: list[int] = []  # when each had news before
         text, ids = memoryview(deltas.text), memoryview(deltas.ids)
-        text_start = ids_start = 0
+        text_start = ids_start = unused = 0
         logprobs: Iterable[Sequence[TokenLogprob]]
         logprobs = repeat((), len(deltas.rids) // 8) if deltas.logprobs is None else unpack(deltas.logprobs)
         for rid, text_end, ids_end, finish, stop_reason, prompt_tokens, cached_tokens, entries in zip(
@@ -55,14 +58,18 @@ class DeltaFeed:
             logprobs,
             strict=True,
         ):
-            request = self._requests.get(rid)
-            if request is not None:
-                stream = request.stream
+            choice = self._requests.get(rid)
+            new_ids = ids[4 * ids_start : 4 * ids_end]
+            if choice is not None:
+                if choice.repeated:
+                    new_ids = choice.skip_repeated(new_ids)
+                    unused += ids_end - ids_start - len(new_ids) // 4
+                stream = choice.stream
                 self.heard[stream] = None
                 before = stream.feed(
-                    rid - stream.rid,
+                    choice.index,
                     text[text_start:text_end],
-                    ids[4 * ids_start : 4 * ids_end],
+                    new_ids,
                     finish=finish,
                     stop_reason=stop_reason,
                     prompt_tokens=prompt_tokens,
@@ -73,9 +80,13 @@ class DeltaFeed:
                 if before is not None:
                     news.append(before)
                     if finish or not before:
-                        self._count_ends(stream, rid - stream.rid, bool(before), finish, now)
+                        self._count_ends(stream, choice.index, bool(before), finish, now)
+            else:
+                unused += ids_end - ids_start
+                if not finish:
+                    self.strays.append(rid)
             text_start, ids_start = text_end, ids_end
-        self._metrics.frame(now, news, tokens=len(deltas.ids) // 4)
+        self._metrics.frame(now, news, tokens=len(deltas.ids) // 4 - unused)
 
     def count_end(self, stream: RequestStream, index: int, reason: str, *, at_ns: int) -> None:
         """Choice `index` is over."""
@@ -92,12 +103,13 @@ class DeltaFeed:
             self.count_end(stream, index, FINISH_REASONS.get(Finish(finish), "error"), at_ns=now)
 
     def _prompt(self, rid: int, prompt: PromptColumns) -> None:
-        if request := self._requests.get(rid):
-            request.stream.take_prompt(rid - request.stream.rid, unpack_prompt(prompt))
+        if choice := self._requests.get(rid):
+            choice.stream.take_prompt(choice.index, unpack_prompt(prompt))
 
     def _open(self, deltas: Deltas, openings: Openings) -> None:
         rids = memoryview(deltas.rids).cast("Q")
         stamps = memoryview(openings.stamps).cast("q")
         for place, row in enumerate(memoryview(openings.rows).cast("i")):
-            if request := self._requests.get(rids[row]):
-                request.stream.open(rids[row] - request.stream.rid, *stamps[3 * place : 3 * place + 3])
+            if choice := self._requests.get(rids[row]):
+                choice.opened(deltas.shard)
+                choice.stream.open(choice.index, *stamps[3 * place : 3 * place + 3])

@@ -29,7 +29,9 @@ class AsyncEngine(FrontEnd):
     ) -> None:
         super().__init__(worker=0)
         self._config = config
-        self._supervisor = Supervisor(config, on_failure=self._fail, progress=progress, modules=modules)
+        self._supervisor = Supervisor(
+            config, on_failure=self._fail, on_relink=self._relink, progress=progress, modules=modules
+        )
         self._begun = False
         self._failed = asyncio.Event()
 

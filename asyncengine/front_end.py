@@ -16,22 +16,23 @@ from pathlib import Path
 
 import msgspec
 
-from asyncengine.config import API_WORKER_SHIFT
+from asyncengine.config import API_WORKER_SHIFT, Role
 from asyncengine.delta_feed import DeltaFeed
 from asyncengine.engine_info import DRAINING, EngineInfo, HealthState
 from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError, StartupError
 from asyncengine.gc_clock import GcClock
+from asyncengine.links import Links, Lives
 from asyncengine.metrics import RequestMetrics, Totals, read_totals
 from asyncengine.open_requests import OpenRequest, OpenRequests
 from asyncengine.other_workers import OtherWorkers
 from asyncengine.prompt_messages import TokenizedPrompt, pack_ids, prompt_message, question_message
 from asyncengine.questions import Questions
+from asyncengine.recovery import Recovery
 from asyncengine.sampling import SamplingParams
 from asyncengine.streams import ChatPrompt, Delta, RequestStream
 from asyncengine.tokenizer_links import TokenizerLinks
 from asyncengine.wire.accounting import RingWriter, TurnRecord
 from asyncengine.wire.messages import (
-    Abort,
     Cancel,
     Cancelled,
     Deltas,
@@ -42,7 +43,7 @@ from asyncengine.wire.messages import (
     ToEngine,
     Tokenized,
 )
-from asyncengine.wire.pipes import Pipes, Receiver, Sender
+from asyncengine.wire.pipes import Pipes, Receiver
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +69,11 @@ class FrontEnd:
     _feed: DeltaFeed
     _gc_clock: GcClock
     """These four are there once opened."""
+    _links: Links
     _tokenizers: TokenizerLinks
+    _recovery: Recovery
     _others: OtherWorkers
-    """And these two once the engine is ready."""
+    """And these four once the engine is ready."""
 
     def __init__(self, *, worker: int, workers: int = 1) -> None:
         """workers: how many there are."""
@@ -82,7 +85,7 @@ class FrontEnd:
         self._fd = -1
         self._ring: RingWriter[TurnRecord] | None = None
         self._run_dir: Path | None = None
-        self._control: Sender | None = None
+        self._lives: Lives = {}
         self._requests = OpenRequests()
         self._questions = Questions()
         self._retry: asyncio.TimerHandle | None = None
@@ -191,9 +194,11 @@ class FrontEnd:
     def _serve(self, info: EngineInfo, *, tokenizer_workers: int) -> None:
         """Take requests from now on."""
         self.info = info
-        self._control = self._pipes.sender("runner.control")
-        senders = [self._pipes.sender(f"tokenizer.{i}") for i in range(tokenizer_workers)]
-        self._tokenizers = TokenizerLinks(senders, self._questions)
+        self._links = Links(
+            self._pipes, tokenizer_workers=tokenizer_workers, lives=self._lives, questions=self._questions
+        )
+        self._tokenizers = self._links.tokenizers
+        self._recovery = Recovery(links=self._links, requests=self._requests, mint=self._mint)
         self._others = OtherWorkers(
             self._pipes,
             worker=self._worker,
@@ -202,6 +207,15 @@ class FrontEnd:
             mint=partial(self._mint, 1),
         )
         self._state, self._detail = "ready", ""
+
+    def _relink(self, role: Role, index: int, life: int) -> None:
+        """Process `index` of `role` was lost, and number `life` is ready in its place: what was lost with it is sent
+        out again. Idempotent."""
+        if self._state == "ready":
+            self._recovery.relink(role, index, life)
+            self._push_on()
+        else:
+            self._lives[role, index] = life
 
     def _shut(self, detail: str) -> None:
         """End all streams with `detail`, and take no more of anything. Idempotent."""
@@ -235,20 +249,18 @@ class FrontEnd:
         rid = self._mint(params.n)
         message, size = prompt_message(rid, prompt, params, namespace, info=self.info)
         tokenizer = self._tokenizers.send(message)
-        stream = RequestStream(rid, n=params.n, stop=params.stop, stop_token_ids=params.stop_token_ids)
+        stream = RequestStream(n=params.n, stop=params.stop, stop_token_ids=params.stop_token_ids)
         stream.arrived = arrived
         self._metrics.submitted(params.n)
-        request = OpenRequest(stream, tokenizer, size, request_id)
-        self._requests.add(request)
+        request = OpenRequest(stream, message, size, request_id)
+        self._requests.add(request, num_choices=params.n, tokenizer=tokenizer)
         return request
 
     def _forget(self, request: OpenRequest) -> None:
         """Drop a request whose caller has left, and abort what still runs of it."""
-        request.acknowledge()
         self._requests.remove(request)
-        if self._state != "ready" or self._control is None:
-            return
-        self._abort(request, request.stream.unfinished)
+        if self._state == "ready":
+            self._abort(request, request.stream.unfinished)
 
     def _read(self) -> None:
         """Take in what has arrived on the engine's pipe; the descriptor is edge-triggered, so leave nothing unseen."""
@@ -267,6 +279,8 @@ class FrontEnd:
         heard, self._feed.heard = self._feed.heard, {}
         for stream in heard:
             stream.notify()
+        if self._feed.strays:
+            self._abort_strays()
         if messages:  # recorded behind the tasks that were woken
             asyncio.get_running_loop().call_soon(self._record, begin, middle, messages, rows)
         if self._receiver is not None and self._receiver.pending():
@@ -296,13 +310,17 @@ class FrontEnd:
     def _refuse(self, failed: Failed) -> None:
         kind = InvalidRequestError if failed.status == 400 else OverloadedError if failed.status == 503 else EngineError
         error = kind(failed.message, code=failed.code or None, param=failed.param)
-        request = self._requests.get(failed.rid)
-        if request is None:
+        choice = self._requests.get(failed.rid)
+        if choice is None:
             self._questions.fail(failed.rid, error)
             return
-        request.acknowledge()
-        request.refused = True
-        request.stream.fail(error, gone=failed.rid - request.stream.rid)
+        choice.attempt.acknowledge()
+        stream = choice.stream
+        if not stream.begun:
+            choice.request.refused = True
+        elif choice.index in stream.unfinished:
+            self._feed.count_end(stream, choice.index, "error", at_ns=time.monotonic_ns())
+        stream.fail(error, gone=choice.index)
 
     def _cancel_here(self, request_id: str) -> bool:
         """Cancel what runs under this name in this process; whether there was something."""
@@ -315,14 +333,20 @@ class FrontEnd:
 
     def _abort(self, request: OpenRequest, choices: Iterable[int]) -> None:
         """Have `choices` of a request end wherever they are."""
-        assert self._control is not None
         for index in choices:
             if not request.refused:
                 self._feed.count_end(request.stream, index, "abort", at_ns=time.monotonic_ns())
-            abort = Abort(request.stream.rid + index)
-            self._control.send(abort)
-            request.tokenizer.sender.send(abort)
+            choice = request.choices[index]
+            self._links.abort(choice.rid, choice.attempt.tokenizer)
         self._push_on()
+
+    def _abort_strays(self) -> None:
+        """Have rows end that run for nobody, as after a loss that took their abort along."""
+        strays, self._feed.strays = self._feed.strays, []
+        if self._state == "ready":
+            for rid in strays:
+                self._links.abort_stray(rid)
+            self._push_on()
 
     def _push_on(self) -> None:
         """Have what was just sent leave, now or as soon as there is room."""
@@ -338,10 +362,9 @@ class FrontEnd:
     def _flush(self) -> None:
         """Push on what found a pipe full, now and until nothing is left."""
         self._retry = None
-        if self._state != "ready" or self._control is None:
+        if self._state != "ready":
             return
-        tokenizers = (link.sender for link in self._tokenizers)
-        flushed = [sender.flush() for sender in (self._control, *tokenizers, *self._others.senders)]
+        flushed = [self._links.flush(), *(sender.flush() for sender in self._others.senders)]
         if not all(flushed):
             self._retry = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._flush)
 

@@ -1,25 +1,28 @@
-"""The requests of one API process that are somewhere in the ring."""
+"""The requests of one API process that are somewhere in the ring.
+
+A choice is known to the ring by its rid, and gets a new one whenever it is sent out again because a process was lost;
+what still comes for an old rid finds nothing here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from asyncengine.prompt_messages import PromptMessage
 from asyncengine.streams import RequestStream
 from asyncengine.tokenizer_links import TokenizerLink
 
 
-class OpenRequest:
-    """An open request: its stream, its tokenizer, and the bytes of its prompt while they are unacknowledged. name: what
-    its caller calls it, "" for nothing. refused: it never ran."""
+class Attempt:
+    """One time that a prompt was sent out: the tokenizer that got it, and its bytes while they are unacknowledged.
+    heard: there was news of a choice that went with it, so it has left the tokenizer."""
 
-    __slots__ = ("name", "refused", "stream", "tokenizer", "unacked_bytes")
+    __slots__ = ("heard", "tokenizer", "unacked_bytes")
 
-    def __init__(self, stream: RequestStream, tokenizer: TokenizerLink, prompt_bytes: int, name: str) -> None:
-        self.stream = stream
+    def __init__(self, tokenizer: TokenizerLink, prompt_bytes: int) -> None:
         self.tokenizer = tokenizer
         self.unacked_bytes = prompt_bytes
-        self.name = name
-        self.refused = False
+        self.heard = False
         tokenizer.unacked_bytes += prompt_bytes
 
     def acknowledge(self) -> None:
@@ -27,35 +30,116 @@ class OpenRequest:
         self.unacked_bytes = 0
 
 
+class OpenChoice:
+    """Choice number `index` under its present rid. shard: the detokenizer that has it, -1 before its first news under
+    this rid. repeated: how many of the next tokens the stream has already."""
+
+    __slots__ = ("attempt", "index", "repeated", "request", "rid", "shard", "stream")
+
+    def __init__(self, request: OpenRequest, index: int, rid: int, attempt: Attempt, *, repeated: int) -> None:
+        self.request = request
+        self.stream = request.stream
+        self.index = index
+        self.rid = rid
+        self.attempt = attempt
+        self.shard = -1
+        self.repeated = repeated
+
+    def opened(self, shard: int) -> None:
+        """Detokenizer `shard` has it: there is news of it."""
+        self.shard = shard
+        self.attempt.heard = True
+
+    def skip_repeated(self, ids: memoryview) -> memoryview:
+        """What is new of `ids`, an int32 array as bytes."""
+        count = min(self.repeated, len(ids) // 4)
+        self.repeated -= count
+        return ids[4 * count :]
+
+
+class OpenRequest:
+    """An open request: its stream, and its prompt's message and size in case it must be sent again. name: what its
+    caller calls it, "" for nothing. choices: by index, once it was added. refused: it never ran."""
+
+    __slots__ = ("choices", "message", "name", "prompt_bytes", "refused", "stream")
+
+    def __init__(self, stream: RequestStream, message: PromptMessage, prompt_bytes: int, name: str) -> None:
+        self.stream = stream
+        self.message = message
+        self.prompt_bytes = prompt_bytes
+        self.name = name
+        self.refused = False
+        self.choices: list[OpenChoice] = []
+
+    def acknowledge(self) -> None:
+        """No tokenizer has anything left to do for it."""
+        for choice in self.choices:
+            choice.attempt.acknowledge()
+
+
 class OpenRequests:
-    """Found by the rid of any of their choices, or by name, which several may share."""
+    """Found by name, which several may share; `get` finds a choice by its present rid."""
 
     def __init__(self) -> None:
-        self._by_rid: dict[int, OpenRequest] = {}
+        self._requests: dict[OpenRequest, None] = {}
+        self._by_rid: dict[int, OpenChoice] = {}
         self._by_name: dict[str, dict[OpenRequest, None]] = {}
         self.get = self._by_rid.get
-        self.count = 0
+
+    @property
+    def count(self) -> int:
+        return len(self._requests)
 
     def __iter__(self) -> Iterator[OpenRequest]:
-        """Each request once."""
-        return iter(dict.fromkeys(self._by_rid.values()))
+        """Oldest first. They may change meanwhile."""
+        return iter(list(self._requests))
 
     def named(self, name: str) -> list[OpenRequest]:
         return list(self._by_name.get(name, ()))
 
-    def add(self, request: OpenRequest) -> None:
-        for rid in request.stream.rids:
-            self._by_rid[rid] = request
+    def add(self, request: OpenRequest, *, num_choices: int, tokenizer: TokenizerLink) -> None:
+        """Take in a request that was sent to `tokenizer`."""
+        attempt = Attempt(tokenizer, request.prompt_bytes)
+        for index in range(num_choices):
+            choice = OpenChoice(request, index, request.message.rid + index, attempt, repeated=0)
+            request.choices.append(choice)
+            self._by_rid[choice.rid] = choice
+        self._requests[request] = None
         if request.name:
             self._by_name.setdefault(request.name, {})[request] = None
-        self.count += 1
+
+    def move(
+        self, choices: Sequence[OpenChoice], *, rid: int, tokenizer: TokenizerLink, repeated: Sequence[int]
+    ) -> None:
+        """Choices of one request were sent out again, by way of `tokenizer` and as `rid` and those behind it."""
+        request = choices[0].request
+        attempt = Attempt(tokenizer, request.prompt_bytes)
+        for place, (old, count) in enumerate(zip(choices, repeated, strict=True)):
+            # where others stay behind, there was news of them: the tokenizer has done its part for all
+            old.attempt.acknowledge()
+            del self._by_rid[old.rid]
+            choice = OpenChoice(request, old.index, rid + place, attempt, repeated=count)
+            request.choices[old.index] = choice
+            self._by_rid[choice.rid] = choice
 
     def remove(self, request: OpenRequest) -> None:
-        for rid in request.stream.rids:
-            del self._by_rid[rid]
+        request.acknowledge()
+        for choice in request.choices:
+            del self._by_rid[choice.rid]
+        del self._requests[request]
         if request.name:
             same = self._by_name[request.name]
             del same[request]
             if not same:
                 del self._by_name[request.name]
-        self.count -= 1
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every choice of every request is found by its rid, and nothing else is."""
+        choices = {choice.rid: choice for request in self._requests for choice in request.choices}
+        assert choices == self._by_rid
+        assert all(rid == choice.rid for rid, choice in choices.items())
+        assert all(
+            choice.index == index and choice.request is request
+            for request in self._requests
+            for index, choice in enumerate(request.choices)
+        )

@@ -14,6 +14,8 @@ from asyncengine.streams import ChatPrompt
 from asyncengine.wire.messages import EncodeChat, EncodeIds, EncodeText, TokenizeChat, TokenizeText
 from asyncengine.wire.pipes import MAX_MESSAGE_BYTES
 
+PromptMessage = EncodeText | EncodeIds | EncodeChat
+
 MAX_PROMPT_BYTES = MAX_MESSAGE_BYTES // 2
 """A larger prompt is refused: its frame would be dropped by the pipe, and no context holds it anyway."""
 
@@ -25,9 +27,9 @@ def prompt_message(
     namespace: str,
     *,
     info: EngineInfo,
-) -> tuple[EncodeText | EncodeIds | EncodeChat, int]:
+) -> tuple[PromptMessage, int]:
     """The message and its prompt's size in bytes; raises `InvalidRequestError`."""
-    message: EncodeText | EncodeIds | EncodeChat
+    message: PromptMessage
     if params.priority and info.scheduling_policy != "priority":
         raise InvalidRequestError(
             f"priority {params.priority} would change nothing: the engine's scheduling policy is "

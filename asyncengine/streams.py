@@ -10,7 +10,7 @@ import msgspec
 from asyncengine.errors import EngineDeadError, EngineError
 from asyncengine.logprobs import PromptLogprob, TokenLogprob
 from asyncengine.timeline import Timeline
-from asyncengine.wire.messages import Finish, Markup
+from asyncengine.wire.messages import Finish, Markup, Resume
 
 FINISH_REASONS = {
     Finish.STOP: "stop",
@@ -73,33 +73,38 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Choice:
-    """One choice's news since the caller last looked, and its total so far."""
+    """One choice's news since the caller last looked, and what it has had so far: all its ids, the bytes of its text
+    and the number of its log-probabilities, from which it can go on if a process is lost."""
 
     __slots__ = (
         "cached_tokens",
-        "completion_tokens",
         "finish",
         "first_seen",
         "ids",
         "last_seen",
         "logprobs",
+        "num_logprobs",
         "prompt_logprobs",
         "prompt_tokens",
         "stamps",
         "stop_reason",
+        "taken",
         "text",
+        "text_bytes",
     )
 
     def __init__(self) -> None:
         self.text = bytearray()  # UTF-8; every delta ends on a character border, so any concatenation decodes
+        self.text_bytes = 0
         self.ids = bytearray()  # int32 array
+        self.taken = 0  # bytes of `ids` that the caller has
         self.logprobs: list[TokenLogprob] = []
+        self.num_logprobs = 0
         self.prompt_logprobs: list[PromptLogprob] | None = None
         self.finish = 0
         self.stop_reason = -1
         self.prompt_tokens = 0
         self.cached_tokens = 0
-        self.completion_tokens = 0
         self.stamps = (0, 0, 0)  # gpu_runner's: queued, started, first token
         self.first_seen = self.last_seen = 0  # ns
 
@@ -126,11 +131,9 @@ class RequestStream:
         "encoded",
         "forget",
         "listener",
-        "rid",
     )
 
-    def __init__(self, rid: int, *, n: int, stop: tuple[str, ...], stop_token_ids: tuple[int, ...]) -> None:
-        self.rid = rid
+    def __init__(self, *, n: int, stop: tuple[str, ...], stop_token_ids: tuple[int, ...]) -> None:
         self._stop = stop
         self._stop_token_ids = stop_token_ids
         self._choices = [_Choice() for _ in range(n)]
@@ -144,22 +147,35 @@ class RequestStream:
         self.encoded = 0
 
     @property
-    def rids(self) -> range:
-        """Of its choices."""
-        return range(self.rid, self.rid + len(self._choices))
-
-    @property
     def unfinished(self) -> list[int]:
         """Choices that still run as far as this process has heard."""
         return sorted(self._unfinished)
 
+    @property
+    def begun(self) -> bool:
+        """There was news of a choice."""
+        return any(choice.first_seen for choice in self._choices)
+
     def open(self, index: int, queued: int, started: int, computed: int) -> None:
-        """Take in when gpu_runner got choice `index`, planned it and had its first token."""
-        self._choices[index].stamps = (queued, started, computed)
+        """Take in when gpu_runner got choice `index`, planned it and had its first token. That happens again to one
+        that was lost, and then is ignored if there was news of it."""
+        choice = self._choices[index]
+        if not choice.first_seen:
+            choice.stamps = (queued, started, computed)
 
     def take_prompt(self, index: int, entries: list[PromptLogprob]) -> None:
-        """Take in the prompt of choice `index`, before its first news."""
-        self._choices[index].prompt_logprobs = entries
+        """Take in the prompt of choice `index`, before its first news; ignored after that."""
+        choice = self._choices[index]
+        if not choice.first_seen:
+            choice.prompt_logprobs = entries
+
+    def resume(self, index: int, *, logprobs: bool) -> tuple[Resume, int]:
+        """Where choice `index` goes on that was lost, and how many tokens will be told again that are here. logprobs:
+        its tokens have log-probabilities; only tokens whose own are here need not be computed again."""
+        choice = self._choices[index]
+        count = self.num_tokens(index)
+        known = choice.num_logprobs if logprobs else count
+        return Resume(index, bytes(choice.ids[: 4 * known]), choice.text_bytes), count - known
 
     def timeline(self, index: int) -> Timeline:
         """Of choice `index`, as far as it has come."""
@@ -177,7 +193,7 @@ class RequestStream:
 
     def num_tokens(self, index: int) -> int:
         """Tokens of choice `index` so far."""
-        return self._choices[index].completion_tokens
+        return len(self._choices[index].ids) // 4
 
     def prompt_tokens(self, index: int) -> int:
         """Tokens of choice `index`'s prompt; 0 before its first news."""
@@ -204,6 +220,8 @@ class RequestStream:
         before, choice.last_seen = choice.last_seen, now
         if not before:
             choice.first_seen = now
+            choice.prompt_tokens = prompt_tokens
+            choice.cached_tokens = cached_tokens
         if finish == Finish.ERROR:
             message = f"the model produced token id {stop_reason}, which is outside its tokenizer's vocabulary"
             self.fail(EngineError(message, code="invalid_output_token"), gone=index)
@@ -213,11 +231,11 @@ class RequestStream:
             self.fail(error, gone=index)
             return before
         choice.text += text
+        choice.text_bytes += len(text)
         choice.ids += ids
-        choice.logprobs += logprobs
-        choice.completion_tokens += len(ids) // 4
-        choice.prompt_tokens = prompt_tokens
-        choice.cached_tokens = cached_tokens
+        if logprobs:
+            choice.logprobs += logprobs
+            choice.num_logprobs += len(logprobs)
         if finish:
             choice.finish = finish
             choice.stop_reason = stop_reason
@@ -299,8 +317,8 @@ class RequestStream:
 
     def _take(self, index: int) -> Delta:
         choice = self._choices[index]
-        text, ids, logprobs = choice.text, choice.ids, choice.logprobs
-        choice.text, choice.ids, choice.logprobs = bytearray(), bytearray(), []
+        text, ids, logprobs = choice.text, choice.ids[choice.taken :], choice.logprobs
+        choice.text, choice.taken, choice.logprobs = bytearray(), len(choice.ids), []
         prompt_logprobs, choice.prompt_logprobs = choice.prompt_logprobs, None
         return Delta(
             index=index,
@@ -308,7 +326,7 @@ class RequestStream:
             token_ids=memoryview(ids).cast("i").tolist(),
             prompt_tokens=choice.prompt_tokens,
             cached_tokens=choice.cached_tokens,
-            completion_tokens=choice.completion_tokens,
+            completion_tokens=choice.taken // 4,
             finish_reason=FINISH_REASONS[Finish(choice.finish)] if choice.finish else None,
             stop_reason=self._stop_reason(choice),
             logprobs=logprobs,

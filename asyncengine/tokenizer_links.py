@@ -10,15 +10,24 @@ from asyncengine.questions import Questions
 from asyncengine.wire.messages import Detokenize, TokenizeChat, TokenizeText, ToTokenizer
 from asyncengine.wire.pipes import Sender
 
+Question = TokenizeText | TokenizeChat | Detokenize
+
 
 class TokenizerLink:
-    """One tokenizer worker's pipe, and the bytes of text sent to it that it has not acknowledged."""
+    """One tokenizer worker's pipe, the bytes of text sent to it that it has not acknowledged, and the questions that it
+    has not answered, by rid. The pipe is another one after the worker was lost."""
 
-    __slots__ = ("sender", "unacked_bytes")
+    __slots__ = ("questions", "sender", "unacked_bytes")
 
     def __init__(self, sender: Sender) -> None:
         self.sender = sender
         self.unacked_bytes = 0
+        self.questions: dict[int, Question] = {}
+
+    def ask_again(self) -> None:
+        """Send all unanswered questions once more. An answer that comes twice is dropped the second time."""
+        for message in self.questions.values():
+            self.sender.send(message)
 
 
 class TokenizerLinks:
@@ -29,18 +38,32 @@ class TokenizerLinks:
     def __iter__(self) -> Iterator[TokenizerLink]:
         return iter(self._links)
 
+    def __getitem__(self, index: int) -> TokenizerLink:
+        return self._links[index]
+
     def send(self, message: ToTokenizer) -> TokenizerLink:
         """Send to one of them, and say to which. Raises `OverloadedError`."""
-        link = min(self._links, key=lambda link: link.unacked_bytes)
+        link = self._idlest()
         if not link.sender.try_send(message):
             raise OverloadedError("the engine has no room for another prompt now", code="overloaded")
         return link
 
-    async def ask(self, message: TokenizeText | TokenizeChat | Detokenize, size: int) -> Any:
+    def resend(self, message: ToTokenizer) -> TokenizerLink:
+        """The same for what had been accepted before: where the pipe is full, it waits."""
+        link = self._idlest()
+        link.sender.send(message)
+        return link
+
+    async def ask(self, message: Question, size: int) -> Any:
         """The answer of one of them to a question of `size` bytes. Raises `EngineError`."""
         link = self.send(message)
         link.unacked_bytes += size
+        link.questions[message.rid] = message
         try:
             return await self._questions.ask(message.rid)
         finally:
             link.unacked_bytes -= size
+            del link.questions[message.rid]
+
+    def _idlest(self) -> TokenizerLink:
+        return min(self._links, key=lambda link: link.unacked_bytes)

@@ -15,7 +15,7 @@ import msgspec
 import uvloop
 
 from asyncengine.api.app import freeze_start_up, run_app_on
-from asyncengine.config import SidecarConfig
+from asyncengine.config import Role, SidecarConfig
 from asyncengine.engine_info import EngineInfo, Health
 from asyncengine.front_end import FrontEnd
 from asyncengine.telemetry import make_tracing
@@ -80,6 +80,9 @@ class ApiWorker(FrontEnd):
             return
         self._health = health
         self._draining = health.state == "draining"
+        for place, life in status.lives.items():
+            role, _, index = place.rpartition(".")
+            self._relink(msgspec.convert(role, Role), int(index), life)
         if not self._begun.is_set():
             info = msgspec.convert(status.info, EngineInfo)
             self._serve(info, tokenizer_workers=self._tokenizer_workers)

@@ -43,7 +43,7 @@ class Engine:
     def subscribe(self, prompt, params, *, listener, namespace="", request_id="") -> RequestStream:  # type: ignore[no-untyped-def]
         if len(self.streams) == self.refuse_after:
             raise InvalidRequestError("no")
-        stream = RequestStream(100, n=params.n, stop=(), stop_token_ids=())
+        stream = RequestStream(n=params.n, stop=(), stop_token_ids=())
         stream.listener = listener
         stream.forget = lambda: self.closed.append(stream)
         self.streams.append(stream)

@@ -14,7 +14,7 @@ from asyncengine.wire.messages import Finish
 
 
 def make_stream(n: int = 1, stop: tuple[str, ...] = (), stop_token_ids: tuple[int, ...] = ()) -> RequestStream:
-    return RequestStream(7, n=n, stop=stop, stop_token_ids=stop_token_ids)
+    return RequestStream(n=n, stop=stop, stop_token_ids=stop_token_ids)
 
 
 def feed(stream: RequestStream, index: int, text: str, ids: list[int], finish: int = 0, stop_reason: int = -1) -> None:

@@ -3,8 +3,9 @@
 Run in place of gpu_runner with `AsyncEngine.start(..., modules={"gpu_runner": "support.scripted_runner"})` and `tests/`
 on PYTHONPATH. It emits one scripted token per row and step: the prompt's own ids unless the script names tokens, and
 then the end-of-sequence id, where the row stops. With `ignore_eos` the tokens repeat until `max_tokens`. Rows that ask
-for log-probabilities get those of `scripted_logprobs`. The script is the environment variable ASYNCENGINE_SCRIPT, a
-JSON object with fields of `Script`.
+for log-probabilities get those of `scripted_logprobs`. What a row emits depends on its position only, so that one that
+is resumed goes on as if nothing had happened. The script is the environment variable ASYNCENGINE_SCRIPT, a JSON object
+with fields of `Script`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from asyncengine.config import API_WORKER_SHIFT, PAGE_SIZE, SidecarConfig
+from asyncengine.config import API_WORKER_SHIFT, PAGE_SIZE, SidecarConfig, worker_key
 from asyncengine.errors import StartupError
 from asyncengine.wire.messages import (
     Abort,
@@ -25,13 +26,15 @@ from asyncengine.wire.messages import (
     Finish,
     Generate,
     Open,
+    Relink,
+    Resume,
     RunnerInfo,
     StepFrame,
     StopHit,
     ToRunner,
     ToRunnerControl,
 )
-from asyncengine.wire.pipes import Pipes, Poller, Sender
+from asyncengine.wire.pipes import Pipes, Poller, Sender, pipe_name
 from asyncengine.wire.sidecar import HEARTBEAT_SECONDS, Reporter, run_sidecar
 
 MAX_BACKLOG = 256
@@ -40,7 +43,8 @@ MAX_BACKLOG = 256
 class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """tokens: what every row emits, None for its prompt. step_ms: least time between steps.
 
-    refuse_start: a sentence to die with instead of becoming ready. crash_at_step: die there without a word.
+    refuse_start: a sentence to die with instead of becoming ready. crash_at_step: die there without a word,
+    in each of `crash_lives`.
     refuse_longer_than: prompts with more tokens are answered with `Failed`.
     """
 
@@ -53,6 +57,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     refuse_start: str | None = None
     refuse_longer_than: int | None = None
     crash_at_step: int | None = None
+    crash_lives: tuple[int, ...] = (0,)
 
 
 @dataclass
@@ -113,16 +118,25 @@ class ScriptedRunner:
     def __init__(self, config: SidecarConfig, pipes: Pipes, script: Script) -> None:
         self._pipes = pipes
         self._script = script
-        self._requests = pipes.receiver("runner.requests", ToRunner)
-        self._control = pipes.receiver("runner.control", ToRunnerControl)
+        self._life = config.life
+        self._requests = pipes.receiver(pipe_name("runner.requests", config.life), ToRunner)
+        self._control = pipes.receiver(pipe_name("runner.control", config.life), ToRunnerControl)
         self._poller = Poller(self._requests, self._control)
-        self._detokenizers = [pipes.sender(f"detokenizer.{i}") for i in range(config.engine.detokenizer_workers)]
+        self._detokenizer_lives = [
+            config.lives.get(worker_key("detokenizer_proc", i), 0) for i in range(config.engine.detokenizer_workers)
+        ]
+        self._detokenizers = [
+            pipes.sender(pipe_name(f"detokenizer.{i}", life)) for i, life in enumerate(self._detokenizer_lives)
+        ]
         self._engines: dict[int, Sender] = {}
         self._slots: list[Row | None] = [None] * config.engine.max_num_seqs
         self._gens = [0] * len(self._slots)
-        self._waiting: deque[tuple[int, Generate, int]] = deque()  # rid, request, when it came
+        self._waiting: deque[tuple[int, Generate, Resume | None, int]] = deque()  # rid, request, from where, since when
         self._aborted: set[int] = set()  # slots whose rows end in the next frame without a token
         self._step = 0
+        if self._life:  # before all others: the rows of the one before are over
+            for sender in self._detokenizers:
+                sender.send(StepFrame(0, b"", b"", b"", b"", life=self._life))
 
     def run(self, reporter: Reporter) -> None:
         next_step = time.monotonic()
@@ -160,6 +174,8 @@ class ScriptedRunner:
         for message in self._requests.drain():
             if isinstance(message, Generate):
                 self._add(message)
+            elif isinstance(message, Relink):
+                self._relink(message)
             else:
                 self._abort(message.rid)
         for message in self._control.drain():
@@ -179,7 +195,15 @@ class ScriptedRunner:
             self._engine(request.rid >> API_WORKER_SHIFT).send(failed)
             return
         now = time.monotonic_ns()
-        self._waiting.extend((request.rid + choice, request, now) for choice in range(request.params.n))
+        resumes: tuple[Resume | None, ...] = request.resume or (None,) * request.params.n
+        self._waiting.extend((request.rid + place, request, resume, now) for place, resume in enumerate(resumes))
+
+    def _relink(self, relink: Relink) -> None:
+        index, life = relink.index, relink.life
+        if relink.role == "detokenizer_proc" and life > self._detokenizer_lives[index]:
+            self._detokenizer_lives[index] = life
+            self._pipes.drop(self._detokenizers[index])
+            self._detokenizers[index] = self._pipes.sender(pipe_name(f"detokenizer.{index}", life))
 
     def _abort(self, rid: int) -> None:
         self._waiting = deque(entry for entry in self._waiting if entry[0] != rid)
@@ -188,7 +212,7 @@ class ScriptedRunner:
                 self._aborted.add(slot)
 
     def _run_step(self) -> None:
-        if self._step == self._script.crash_at_step:
+        if self._step == self._script.crash_at_step and self._life in self._script.crash_lives:
             os._exit(17)
         opens = self._admit()
         slots, gens, tokens, finish = array("i"), array("i"), array("i"), bytearray()
@@ -220,6 +244,7 @@ class ScriptedRunner:
                     bytes(finish[i] for i in mine),
                     tuple(row for row in opens if row.slot % shards == index),
                     *self._logprobs([(rows[i], tokens[i]) for i in mine]).as_bytes(),
+                    life=self._life,
                 )
                 sender.send(frame)
         self._step += 1
@@ -236,13 +261,16 @@ class ScriptedRunner:
         opens = []
         for slot, occupant in enumerate(self._slots):
             if occupant is None and self._waiting:
-                rid, request, queued = self._waiting.popleft()
+                rid, request, resume, queued = self._waiting.popleft()
                 now = time.monotonic_ns()
                 self._gens[slot] += 1
                 prompt = array("i", request.ids)
                 tokens = prompt if self._script.tokens is None else array("i", self._script.tokens)
-                self._slots[slot] = Row(rid, self._gens[slot], request, tokens)
-                opens.append(Open(slot, self._gens[slot], rid, request.detok, len(prompt), 0, queued, now, now + 1))
+                resumed, shown = (resume.ids, resume.shown) if resume else (b"", 0)
+                gen = self._gens[slot]
+                self._slots[slot] = Row(rid, gen, request, tokens, emitted=len(resumed) // 4)
+                stamps = (queued, now, now + 1)
+                opens.append(Open(slot, gen, rid, request.detok, len(prompt), 0, *stamps, resumed=resumed, shown=shown))
         return opens
 
     def _engine(self, worker: int) -> Sender:
