@@ -95,11 +95,13 @@ Record = TypeVar("Record", StepRecord, TurnRecord)
 
 
 class RingWriter(Generic[Record]):
-    """The one writer of a ring; makes it. Raises OSError where it cannot."""
+    """The one writer of a ring; makes it, in the place of that of a process that was lost, if there is one: whoever
+    reads that keeps it. Raises OSError where it cannot."""
 
     def __init__(self, run_dir: str | Path, role: str, index: int, kind: type[Record]) -> None:
         words = len(kind._fields)
         path = Path(run_dir) / f"{role}.{index}{SUFFIX}"
+        path.unlink(missing_ok=True)
         size = HEADER.size + 8 * words * CAPACITY
         # must stay open: the link leads through it
         self._fd = _memory_file(path.name) if sys.platform == "linux" else _plain_file(path)

@@ -107,7 +107,7 @@ class Scheduler:
         namespace: str = "",
         resume: tuple[Resume, ...] = (),
     ) -> None:
-        """Queue a request and its `params.n` choices, or those that `resume` names, which get rids `rid`, `rid + 1`, ...
+        """Queue a request's `params.n` choices, or those that `resume` names: they get rids `rid`, `rid + 1`, ...
 
         A choice with output starts as a retracted row would that lost its pages, but in a new slot. Raises
         InvalidRequestError when one can never run: longer than the context, or than the whole KV cache, or with all the
