@@ -354,6 +354,8 @@ class Scheduler:
         """With policy priority, a request that found no room takes the place of a running row that matters less."""
         if self._blocked is None or self._blocked.rid not in self.queue or not self._running.num_active:
             return
+        if self._blocked.slot < 0 and not self.slots.num_free:
+            return  # a retracted row would keep its slot: only one that ends makes room
         victim = self._least_deserving()
         if self.slots.priority[victim] > self._blocked.params.priority:
             self._retract(victim)

@@ -57,9 +57,9 @@ RIDS = [FIRST_RIDS[name] + choice for name, params in REQUESTS.items() for choic
 class MaskedCore(EngineCore):
     """Makes the masks that the grammar process would make, at once."""
 
-    def __init__(self, *, compiler: Compiler, **options: Any) -> None:
-        super().__init__(**options)
-        masks = self.model.masks
+    def __init__(self, *, compiler: Compiler, device: Any, **options: Any) -> None:
+        super().__init__(device=device, **options)
+        masks = device.masks
         self._masks = Masks(compiler, fd=masks.fd, num_slots=len(masks.array), words=masks.words, threads=1)
 
     def make_masks(self, work: MaskWork) -> None:
