@@ -42,10 +42,18 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
             mask_fd=executor.masks.fd,
             num_slots=executor.num_slots,
             mask_words=executor.masks.words,
+            life=config.life,
         )
         grammar = GrammarGate(pipes=pipes, rows=scheduler.masked_rows, setup=setup)
-    inbox = Inbox(pipes=pipes, scheduler=scheduler, vocab_size=executor.model_config.vocab_size, grammar=grammar)
-    outbox = Outbox(pipes=pipes, detokenizers=engine.detokenizer_workers)
+    outbox = Outbox(pipes=pipes, detokenizers=engine.detokenizer_workers, life=config.life, lives=config.lives)
+    inbox = Inbox(
+        pipes=pipes,
+        scheduler=scheduler,
+        outbox=outbox,
+        vocab_size=executor.model_config.vocab_size,
+        grammar=grammar,
+        life=config.life,
+    )
     account = StepAccount(RingWriter(config.run_dir, config.role, config.index, StepRecord))
     # first, so that whoever hears "ready" has gauges
     reporter.heartbeat(scheduler.gauges() | account.gauges())

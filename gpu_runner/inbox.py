@@ -7,8 +7,9 @@ import numpy as np
 from asyncengine.config import API_WORKER_SHIFT
 from asyncengine.errors import EngineError, InvalidRequestError
 from asyncengine.wire.messages import Abort, Failed, Generate, StopHit, ToRunner, ToRunnerControl
-from asyncengine.wire.pipes import Pipes, Poller, Sender
+from asyncengine.wire.pipes import Pipes, Poller, Sender, pipe_name
 from gpu_runner.grammar.gate import GrammarGate
+from gpu_runner.outbox import Outbox
 from gpu_runner.schedule.scheduler import Scheduler
 
 RETRY_MS = 1
@@ -23,11 +24,19 @@ class Inbox:
     """
 
     def __init__(
-        self, *, pipes: Pipes, scheduler: Scheduler, vocab_size: int, grammar: GrammarGate | None = None
+        self,
+        *,
+        pipes: Pipes,
+        scheduler: Scheduler,
+        outbox: Outbox,
+        vocab_size: int,
+        grammar: GrammarGate | None = None,
+        life: int = 0,
     ) -> None:
-        """grammar: None where no text can have a structure, because nothing would end it or no device sees masks."""
-        self._requests = pipes.receiver("runner.requests", ToRunner)
-        self._control = pipes.receiver("runner.control", ToRunnerControl)
+        """outbox: learns which detokenizers were replaced. grammar: None where no text can have a structure, because
+        nothing would end it or no device sees masks. life: as in `SidecarConfig`."""
+        self._requests = pipes.receiver(pipe_name("runner.requests", life), ToRunner)
+        self._control = pipes.receiver(pipe_name("runner.control", life), ToRunnerControl)
         self._grammar = grammar
         receivers = (
             (self._requests, self._control) if grammar is None else (self._requests, self._control, grammar.receiver)
@@ -36,6 +45,7 @@ class Inbox:
         self._pipes = pipes
         self._engines: dict[int, Sender] = {}
         self._scheduler = scheduler
+        self._outbox = outbox
         self._vocab_size = vocab_size
 
     def drain(self) -> None:
@@ -66,8 +76,10 @@ class Inbox:
         for message in self._requests.drain():
             if isinstance(message, Generate):
                 self._take(message)
-            else:
+            elif isinstance(message, Abort):
                 self._abort(message.rid)
+            elif message.role == "detokenizer_proc":  # a tokenizer is told of nobody else that matters here
+                self._outbox.relink(message.index, message.life)
         for message in self._control.drain():
             if isinstance(message, StopHit):
                 self._scheduler.stop(message.slot, message.gen)
@@ -98,7 +110,7 @@ class Inbox:
         for message, aborted, error in grammar.take_settled():
             if error is not None:
                 self._refuse(message.rid, error)
-            elif len(aborted) < message.params.n:
+            elif len(aborted) < len(message.rids):
                 self._add(message)
                 for rid in aborted:
                     self._scheduler.abort(rid)
@@ -115,7 +127,9 @@ class Inbox:
     def _add(self, message: Generate) -> None:
         prompt = np.frombuffer(message.ids, np.int32)
         try:
-            self._check_ids(prompt)
+            self._check_ids(prompt, "prompt")
+            for part in message.resume:
+                self._check_ids(np.frombuffer(part.ids, np.int32), "resume")
             self._scheduler.add(
                 rid=message.rid,
                 prompt=prompt,
@@ -123,18 +137,19 @@ class Inbox:
                 max_tokens=message.max_tokens,
                 detok=message.detok,
                 namespace=message.namespace,
+                resume=message.resume,
             )
         except InvalidRequestError as error:
             self._refuse(message.rid, error)
 
-    def _check_ids(self, prompt: np.ndarray) -> None:
-        outside = np.flatnonzero((prompt < 0) | (prompt >= self._vocab_size))
+    def _check_ids(self, ids: np.ndarray, param: str) -> None:
+        outside = np.flatnonzero((ids < 0) | (ids >= self._vocab_size))
         if len(outside):
             position = int(outside[0])
             raise InvalidRequestError(
-                f"token id {int(prompt[position])} at position {position} is outside the model's vocabulary of "
+                f"token id {int(ids[position])} at position {position} is outside the model's vocabulary of "
                 f"{self._vocab_size}",
-                param="prompt",
+                param=param,
             )
 
     def _flush(self) -> bool:

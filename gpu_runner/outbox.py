@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from asyncengine.config import worker_key
 from asyncengine.wire.messages import StepFrame
-from asyncengine.wire.pipes import Pipes
+from asyncengine.wire.pipes import Pipes, Sender, pipe_name
 from gpu_runner.schedule.plan import StepLogprobs
 from gpu_runner.schedule.step_output import StepOutput
 
@@ -14,14 +17,31 @@ MAX_BACKLOG = 256
 class Outbox:
     """Frames to the detokenizers, each of which has the slots congruent to its index. Never blocks and never drops."""
 
-    def __init__(self, *, pipes: Pipes, detokenizers: int) -> None:
-        self._senders = [pipes.sender(f"detokenizer.{index}") for index in range(detokenizers)]
+    def __init__(
+        self, *, pipes: Pipes, detokenizers: int, life: int = 0, lives: Mapping[str, int] | None = None
+    ) -> None:
+        """life, lives: of this process and the others, as in `SidecarConfig`."""
+        lives = lives or {}
+        self._pipes = pipes
+        self._life = life
+        self._lives = [lives.get(worker_key("detokenizer_proc", index), 0) for index in range(detokenizers)]
+        self._senders = [self._connect(index) for index in range(detokenizers)]
+        if life:  # what the detokenizers have of the gpu_runner before this is over
+            for sender in self._senders:
+                sender.send(StepFrame(0, b"", b"", b"", b"", life=life))
+
+    def relink(self, index: int, life: int) -> None:
+        """Detokenizer `index` was lost, and this is the one in its place. What waits for the lost one is dropped."""
+        if life > self._lives[index]:
+            self._pipes.drop(self._senders[index])
+            self._lives[index] = life
+            self._senders[index] = self._connect(index)
 
     def send(self, output: StepOutput) -> None:
         if not len(output):
             return
         if len(self._senders) == 1:
-            self._senders[0].send(_frame(output))
+            self._senders[0].send(_frame(output, self._life))
             return
         shards = output.slots % len(self._senders)
         for index, sender in enumerate(self._senders):
@@ -36,6 +56,7 @@ class Outbox:
                         output.finish[mine].tobytes(),
                         tuple(row for row in output.opens if row.slot % len(self._senders) == index),
                         *_logprob_columns(output.logprobs and output.logprobs.of(mine)),
+                        self._life,
                     )
                 )
 
@@ -47,8 +68,11 @@ class Outbox:
                 backlog = max(backlog, sender.backlog)
         return backlog < MAX_BACKLOG
 
+    def _connect(self, index: int) -> Sender:
+        return self._pipes.sender(pipe_name(f"detokenizer.{index}", self._lives[index]))
 
-def _frame(output: StepOutput) -> StepFrame:
+
+def _frame(output: StepOutput, life: int) -> StepFrame:
     return StepFrame(
         output.step,
         output.slots.tobytes(),
@@ -57,6 +81,7 @@ def _frame(output: StepOutput) -> StepFrame:
         output.finish.tobytes(),
         output.opens,
         *_logprob_columns(output.logprobs),
+        life,
     )
 
 

@@ -76,6 +76,7 @@ class Bench:
             mask_fd=self.masks.fd,
             num_slots=slots,
             mask_words=self.masks.words,
+            life=0,
         )
         self.gate = GrammarGate(pipes=pipes, rows=self.scheduler.masked_rows, setup=setup)
         self.random = np.random.default_rng(0)

@@ -125,9 +125,9 @@ class Host:
             max_step_tokens=MAX_NUM_BATCHED_TOKENS,
             pinned=False,
         )
-        self.inbox = Inbox(pipes=pipes, scheduler=self.scheduler, vocab_size=VOCAB)
         self.frames = pipes.receiver("detokenizer.0", ToDetokenizer)
         self.outbox = Outbox(pipes=pipes, detokenizers=1)
+        self.inbox = Inbox(pipes=pipes, scheduler=self.scheduler, outbox=self.outbox, vocab_size=VOCAB)
         self.account = StepAccount(RingWriter(run_dir, "gpu_runner", 0, StepRecord))
 
 

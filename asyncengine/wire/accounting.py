@@ -96,11 +96,13 @@ Record = TypeVar("Record", StepRecord, TurnRecord)
 
 
 class RingWriter(Generic[Record]):
-    """The one writer of a ring; makes it. Raises OSError where it cannot."""
+    """The one writer of a ring; makes it, in the place of that of a process that was lost, if there is one: whoever
+    reads that keeps it. Raises OSError where it cannot."""
 
     def __init__(self, run_dir: str | Path, role: str, index: int, kind: type[Record]) -> None:
         words = len(kind._fields)
         path = Path(run_dir) / f"{role}.{index}{SUFFIX}"
+        path.unlink(missing_ok=True)
         size = HEADER.size + 8 * words * CAPACITY
         draft = path.with_name(f"{path.name}.{os.getpid()}")
         # must stay open: the link leads through it

@@ -178,6 +178,11 @@ class Generate(Wire, frozen=True, tag=10):
     namespace: str
     resume: tuple[Resume, ...] = ()
 
+    @property
+    def rids(self) -> range:
+        """Of its choices."""
+        return range(self.rid, self.rid + (len(self.resume) or self.params.n))
+
 
 class StopHit(Wire, frozen=True, tag=11):
     """The detokenizer found a stop string in the row that holds `slot` in generation `gen`: end it."""

@@ -7,7 +7,7 @@ import time
 from asyncengine.config import GrammarJob
 from asyncengine.errors import EngineError
 from asyncengine.wire.messages import FromGrammar, Generate
-from asyncengine.wire.pipes import Pipes, Receiver
+from asyncengine.wire.pipes import Pipes, Receiver, pipe_name
 from gpu_runner.grammar.checker import GrammarChecker
 from gpu_runner.grammar.matches import Matches
 from gpu_runner.grammar.process import GrammarProcess, GrammarSetup
@@ -18,7 +18,7 @@ class GrammarGate:
     """A request's structure is checked before it is queued, in one process; its masks come from another."""
 
     def __init__(self, *, pipes: Pipes, rows: MaskedRows, setup: GrammarSetup) -> None:
-        self.receiver: Receiver = pipes.receiver("runner.grammar", FromGrammar)
+        self.receiver: Receiver = pipes.receiver(pipe_name("runner.grammar", setup.life), FromGrammar)
         self._pipes = pipes
         self._rows = rows
         self._setup = setup
@@ -35,7 +35,7 @@ class GrammarGate:
     def submit(self, message: Generate) -> None:
         """Have a request checked that asks for a structure; it comes back by `take_settled`."""
         self._matches.prepare()  # so that it loads what it needs meanwhile
-        self._parked.update(range(message.rid, message.rid + message.params.n))
+        self._parked.update(message.rids)
         self._checker.submit(message)
 
     def abort(self, rid: int) -> None:
@@ -55,9 +55,8 @@ class GrammarGate:
         they cannot run."""
         settled = []
         for message, error in self._checker.take_settled():
-            rids = range(message.rid, message.rid + message.params.n)
-            settled.append((message, [rid for rid in rids if rid not in self._parked], error))
-            self._parked.difference_update(rids)
+            settled.append((message, [rid for rid in message.rids if rid not in self._parked], error))
+            self._parked.difference_update(message.rids)
         return settled
 
     def take_failed(self) -> list[tuple[int, int, str]]:

@@ -10,7 +10,7 @@ import msgspec
 
 from asyncengine.config import GrammarConfig, GrammarJob
 from asyncengine.wire.messages import GrammarReady, ToGrammar
-from asyncengine.wire.pipes import Pipes
+from asyncengine.wire.pipes import Pipes, pipe_name
 from asyncengine.wire.sidecar import write_config
 
 
@@ -24,6 +24,7 @@ class GrammarSetup:
     mask_fd: int
     num_slots: int
     mask_words: int
+    life: int
 
 
 class GrammarProcess:
@@ -33,7 +34,7 @@ class GrammarProcess:
         self.incarnation = incarnation
         self.ready = False
         self._pipes = pipes
-        self._sender = pipes.sender(f"grammar.{self.incarnation}")
+        self._sender = pipes.sender(pipe_name(f"grammar.{self.incarnation}", setup.life))
         config = GrammarConfig(
             model_path=setup.model_path,
             run_dir=setup.run_dir,
@@ -43,6 +44,7 @@ class GrammarProcess:
             mask_fd=setup.mask_fd,
             num_slots=setup.num_slots,
             mask_words=setup.mask_words,
+            life=setup.life,
         )
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "gpu_runner.grammar.child"],

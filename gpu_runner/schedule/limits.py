@@ -6,11 +6,14 @@ from asyncengine.errors import InvalidRequestError
 from asyncengine.sampling import SamplingParams
 
 
-def total_tokens(*, prompt_len: int, params: SamplingParams, max_tokens: int, context: int, cache_tokens: int) -> int:
+def total_tokens(
+    *, prompt_len: int, params: SamplingParams, max_tokens: int, context: int, cache_tokens: int, output_len: int = 0
+) -> int:
     """Tokens, prompt included, at which the request ends with LENGTH.
 
-    context: most tokens of a sequence. cache_tokens: what the whole KV cache holds. A `max_tokens` that the client did
-    not ask for is cut to what fits. Raises InvalidRequestError when the request can never run.
+    context: most tokens of a sequence. cache_tokens: what the whole KV cache holds. output_len: tokens of output that
+    it comes with. A `max_tokens` that the client did not ask for is cut to what fits. Raises InvalidRequestError when
+    the request can never run.
     """
     if prompt_len >= context:
         raise InvalidRequestError(
@@ -33,5 +36,10 @@ def total_tokens(*, prompt_len: int, params: SamplingParams, max_tokens: int, co
             f"of KV cache, which holds {cache_tokens}",
             code="kv_cache_exceeded",
             param="max_tokens",
+        )
+    if output_len and prompt_len + output_len >= limit:
+        raise InvalidRequestError(
+            f"a request that may have {limit - prompt_len} tokens of output cannot go on behind {output_len}",
+            param="resume",
         )
     return limit

@@ -34,9 +34,9 @@ class MaskedRows:
         """Whether the row may not sample yet."""
         return bool(self._slots.constrained[slot] and not self._slots.mask_ready[slot])
 
-    def opened(self, slot: int, structured: Structured) -> None:
-        """A row begins, with no text yet. Once for each request: a retracted row goes on where it was."""
-        row = OpenedRow(slot, int(self._slots.gen[slot]), structured, np.empty(0, np.int32))
+    def opened(self, slot: int, structured: Structured, tokens: Int32) -> None:
+        """A row begins, with these tokens of its text. Once for each request: a retracted row goes on where it was."""
+        row = OpenedRow(slot, int(self._slots.gen[slot]), structured, tokens)
         self._work.append(MaskWork(opened=(row,)))
 
     def sampled(self, rows: Int32, gens: Int32, tokens: Int32) -> None:

@@ -27,10 +27,10 @@ class PromptScores:
                 self._parts.setdefault(slot, []).append(scores.part(begin, end))
 
     def take(self, slot: int) -> PromptLogprobs | None:
-        """All of the row's prompt, which has been computed; None where that was not asked for."""
+        """All of the row's prompt, which has been computed; None where that is not wanted."""
         slots, request = self._slots, self._slots.request[slot]
         assert request is not None
-        if request.params.prompt_logprobs is None:
+        if not request.scores_prompt:
             return None
         parts = self._parts.pop(slot, [])
         assert sum(map(len, parts)) == slots.score_end[slot]

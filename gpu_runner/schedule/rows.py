@@ -46,12 +46,12 @@ class Rows:
         its own last step is still on the device.
         """
         slots = self.slots
-        resumed = request.slot >= 0
-        if resumed and slots.last_step[request.slot] > self.pool.completed_epoch:
+        retracted = request.slot >= 0
+        if retracted and slots.last_step[request.slot] > self.pool.completed_epoch:
             return False
-        if not resumed and not slots.num_free:
+        if not retracted and not slots.num_free:
             return False
-        tokens = slots.tokens[request.slot, : slots.known[request.slot]] if resumed else request.prompt
+        tokens = slots.tokens[request.slot, : slots.known[request.slot]] if retracted else request.tokens
         match = self.tree.match(request.namespace, tokens[: self._reusable(request, len(tokens))])
         cached = len(match.pages)
         needed = -(-len(tokens) // PAGE_SIZE) - cached
@@ -60,7 +60,7 @@ class Rows:
         if not fits or self.missing_pages(needed):
             self.tree.unlock(match.node, self.pool.completed_epoch)
             return False
-        slot = request.slot if resumed else slots.take(request)
+        slot = request.slot if retracted else slots.take(request)
         self.pool.incref(match.pages)
         pages = np.concatenate([match.pages, self.pool.allocate(needed)])
         slots.page_table[slot, : len(pages)] = pages
@@ -71,15 +71,15 @@ class Rows:
         slots.announced[slot] = False
         slots.admitted[slot] = self._admissions
         self._admissions += 1
-        if not resumed:
-            slots.cached_tokens[slot] = cached * PAGE_SIZE
+        if not retracted:
+            slots.cached_tokens[slot] = min(cached * PAGE_SIZE, request.prompt_len)
         return True
 
     def _reusable(self, request: Request, num_tokens: int) -> int:
         """How many of its tokens need not be computed if they are cached: the last must be, to sample after it, and
         those whose next one is yet to be scored."""
         slots, slot = self.slots, request.slot
-        if request.params.prompt_logprobs is None or (slot >= 0 and slots.scored[slot] == slots.score_end[slot]):
+        if not request.scores_prompt or (slot >= 0 and slots.scored[slot] == slots.score_end[slot]):
             return num_tokens - 1
         return int(slots.scored[slot]) if slot >= 0 else 0
 

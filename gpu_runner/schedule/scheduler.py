@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from asyncengine.config import PAGE_SIZE, SchedulingPolicy
 from asyncengine.sampling import SamplingParams
-from asyncengine.wire.messages import Finish, Open
+from asyncengine.wire.messages import Finish, Open, Resume
 from gpu_runner.schedule.buckets import token_buckets
 from gpu_runner.schedule.limits import total_tokens
 from gpu_runner.schedule.masked_rows import MaskedRows
@@ -105,10 +105,13 @@ class Scheduler:
         max_tokens: int,
         detok: bytes = b"",
         namespace: str = "",
+        resume: tuple[Resume, ...] = (),
     ) -> None:
-        """Queue a request and its `params.n` choices, which get rids `rid`, `rid + 1`, ...
+        """Queue a request's `params.n` choices, or those that `resume` names: they get rids `rid`, `rid + 1`, ...
 
-        Raises InvalidRequestError when it can never run: longer than the context, or than the whole KV cache.
+        A choice with output starts as a retracted row would that lost its pages, but in a new slot. Raises
+        InvalidRequestError when one can never run: longer than the context, or than the whole KV cache, or with all the
+        output that it may have.
         """
         limit = total_tokens(
             prompt_len=len(prompt),
@@ -116,22 +119,26 @@ class Scheduler:
             max_tokens=max_tokens,
             context=self.slots.max_model_len,
             cache_tokens=self.rows.usable_tokens,
+            output_len=max((len(part.ids) // prompt.itemsize for part in resume), default=0),
         )
         if not self.rows.caching:
             namespace = f"\0{rid}"  # a prefix of its own: shared among its choices, with nobody else
         now = self._clock()
-        for choice in range(params.n):
+        for place, part in enumerate(resume or [Resume(choice, b"", 0) for choice in range(params.n)]):
+            tokens = np.concatenate([prompt, np.frombuffer(part.ids, np.int32)]) if part.ids else prompt
             self.queue.push(
                 Request(
-                    rid=rid + choice,
+                    rid=rid + place,
                     group=rid,
-                    prompt=prompt,
+                    tokens=tokens,
+                    prompt_len=len(prompt),
                     params=params,
-                    seed=wrap_int64((params.seed or 0) + choice),
+                    seed=wrap_int64((params.seed or 0) + part.choice),
                     limit=limit,
                     detok=detok,
                     namespace=namespace,
                     arrival=self._next_arrival,
+                    shown=part.shown,
                     queued_ns=now,
                 )
             )
@@ -328,7 +335,7 @@ class Scheduler:
         if self.num_running >= self._max_num_seqs:
             return False
         # One page to grow for every running row, so that what is admitted now is not retracted in the next steps.
-        resumed = request.slot >= 0
+        retracted = request.slot >= 0
         if not self.rows.start(request, watermark=self.num_running):
             return False
         self.queue.pop()
@@ -339,14 +346,16 @@ class Scheduler:
         self.counters.prefix_hit_tokens += int(self.slots.computed[slot])
         if not request.started_ns:
             request.started_ns = self._clock()
-        if request.params.structured is not None and not resumed:
-            self.masked_rows.opened(slot, request.params.structured)
+        if request.params.structured is not None and not retracted:
+            self.masked_rows.opened(slot, request.params.structured, request.resumed)
         return True
 
     def _preempt_for_blocked(self) -> None:
         """With policy priority, a request that found no room takes the place of a running row that matters less."""
         if self._blocked is None or self._blocked.rid not in self.queue or not self._running.num_active:
             return
+        if self._blocked.slot < 0 and not self.slots.num_free:
+            return  # a retracted row would keep its slot: only one that ends makes room
         victim = self._least_deserving()
         if self.slots.priority[victim] > self._blocked.params.priority:
             self._retract(victim)
@@ -369,6 +378,8 @@ class Scheduler:
             request.started_ns,
             self._clock(),
             self.prompt_scores.take(slot),
+            request.resumed.tobytes(),
+            request.shown,
         )
 
     def _end(self, slot: int) -> None:

@@ -33,7 +33,7 @@ class Slots:
     """Structure of arrays over `num_slots` rows.
 
     Token counts of a row (its sequence is prompt + output):
-        prompt_len <= known      ids the host knows: prompt and the output of collected steps
+        prompt_len <= known      ids the host knows: prompt, output it came with and that of collected steps
         computed                 positions whose K/V the launched steps leave in the cache
         known - 1 <= computed    once decoding; computed runs ahead of known by the steps in flight
 
@@ -77,17 +77,17 @@ class Slots:
         return len(self._free)
 
     def take(self, request: Request) -> int:
-        """Give a request that never ran a slot and copy its prompt in."""
+        """Give a request that never ran here a slot and copy its tokens in."""
         slot = self._free.pop()
-        prompt_len = len(request.prompt)
         request.slot = slot
         self.request[slot] = request
-        self.prompt_len[slot] = self.known[slot] = prompt_len
-        self.tokens[slot, :prompt_len] = request.prompt
+        self.prompt_len[slot] = request.prompt_len
+        self.known[slot] = len(request.tokens)
+        self.tokens[slot, : len(request.tokens)] = request.tokens
         self.limit[slot] = request.limit
         self.priority[slot] = request.params.priority
         self.cached_tokens[slot] = 0
-        self.score_end[slot] = prompt_len - 1 if request.params.prompt_logprobs is not None else 0
+        self.score_end[slot] = request.prompt_len - 1 if request.scores_prompt else 0
         self.scored[slot] = 0
         self.opened[slot] = False
         self.constrained[slot] = request.params.structured is not None
@@ -120,10 +120,11 @@ class Slots:
             request = self.request[slot]
             assert request is not None
             assert request.slot == slot
-            assert self.prompt_len[slot] <= self.known[slot] <= self.limit[slot]
+            assert self.prompt_len[slot] == request.prompt_len
+            assert request.prompt_len <= len(request.tokens) <= self.known[slot] <= self.limit[slot]
             assert self.scored[slot] <= self.score_end[slot] < self.prompt_len[slot]
             assert min(self.computed[slot], self.score_end[slot]) <= self.scored[slot], f"slot {slot} is not scored"
-            assert np.array_equal(self.tokens[slot, : len(request.prompt)], request.prompt)
+            assert np.array_equal(self.tokens[slot, : len(request.tokens)], request.tokens)
             assert self.computed[slot] <= self.num_pages[slot] * PAGE_SIZE, f"slot {slot} computed beyond its pages"
             if state == State.RETRACTED:
                 assert self.num_pages[slot] == 0

@@ -434,3 +434,15 @@ def test_requests_that_lack_pages_are_told_from_those_that_lack_a_row() -> None:
     assert gauges["waiting"] == gauges["waiting_for_pages"] == 2
     short_of_pages.run()
     assert short_of_pages.scheduler.gauges()["waiting_for_pages"] == 0
+
+
+def test_with_every_slot_held_by_the_retracted_a_more_important_request_waits_for_a_row_to_end() -> None:
+    core = EngineCore(max_num_seqs=1, policy="priority")
+    for rid, priority in ((1, 2), (2, 1), (3, 0)):
+        core.add(rid, prompt_of(10, seed=rid), 30, priority=priority, ignore_eos=True)
+        for _ in range(4):
+            core.turn()
+    core.run()
+    assert core.finish_order == [2, 3, 1]
+    core.assert_all_right()
+    core.assert_nothing_held()

@@ -32,14 +32,18 @@ def test_random_operations_keep_every_invariant_and_every_answer(seed: int) -> N
     families = [rng.integers(0, 30, 128, dtype=np.int32) for _ in range(3)]
     next_rid = 1
     asked: dict[int, int] = {}
+    dropped: set[int] = set()
     for _ in range(OPERATIONS_PER_RUN):
         action = rng.random()
         if action < 0.15:
             next_rid = add_random(core, rng, families, next_rid, asked)
         elif action < 0.18 and next_rid > 1:
-            core.abort(int(rng.integers(1, next_rid)))
+            dropped.add(rid := int(rng.integers(1, next_rid)))
+            core.abort(rid)
         elif action < 0.20 and core.row_of:
             core.stop(*list(core.row_of)[rng.integers(len(core.row_of))])
+        elif action < 0.23 and next_rid > 1:
+            next_rid = resume_random(core, rng, next_rid, asked, dropped)
         else:
             core.turn()
     core.run()
@@ -71,3 +75,26 @@ def add_random(
         if scored is not None:
             asked.update(dict.fromkeys(range(rid, rid + choices), scored))
     return rid + choices
+
+
+def resume_random(
+    core: EngineCore, rng: np.random.Generator, next_rid: int, asked: dict[int, int], dropped: set[int]
+) -> int:
+    """Drop a request's choices that run or wait, or one of them, and have them go on with the output that they have, or
+    the first tokens of it."""
+    open_rids = [rid for rid in core.asked if rid not in core.finish and rid not in dropped]
+    if not open_rids:
+        return next_rid
+    first = int(rng.choice(open_rids))
+    params, _ = core.asked[first]
+    old = {}
+    for rid in [rid for rid in open_rids if core.asked[rid][0] is params] if rng.random() < 0.5 else [first]:
+        has = len(core.outputs.get(rid, []))
+        old[rid] = int(rng.integers(has + 1)) if rng.random() < 0.5 else has
+        if params.prompt_logprobs is not None and not old[rid]:
+            asked[next_rid + len(old) - 1] = params.prompt_logprobs
+    for rid in old:
+        dropped.add(rid)
+        core.abort(rid)
+    core.resume(next_rid, old)
+    return next_rid + len(old)

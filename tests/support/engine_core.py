@@ -10,7 +10,7 @@ from support.paged_model import PagedModel, expected_output
 
 from asyncengine.config import SchedulingPolicy
 from asyncengine.sampling import SamplingParams
-from asyncengine.wire.messages import Finish, PromptLogprobs
+from asyncengine.wire.messages import Finish, Open, PromptLogprobs, Resume
 from gpu_runner.schedule.mask_work import MaskWork
 from gpu_runner.schedule.plan import StepLogprobs, StepPlan
 from gpu_runner.schedule.scheduler import Scheduler
@@ -59,10 +59,12 @@ class EngineCore:
         )
         self.in_flight: deque[StepPlan] = deque()
         self.plans: list[StepPlan] = []
+        self.asked: dict[int, tuple[SamplingParams, int]] = {}  # of each rid, and its number among its choices
         self.prompts: dict[int, np.ndarray] = {}
         self.limits: dict[int, int] = {}
         self.stop_ids: dict[int, tuple[int, ...]] = {}
-        self.outputs: dict[int, list[int]] = {}
+        self.outputs: dict[int, list[int]] = {}  # with what a request came with
+        self.opens: dict[int, Open] = {}
         self.logprobs: dict[int, list[TokenLogprobs]] = {}  # of requests that ask, in the order of their tokens
         self.prompt_logprobs: dict[int, PromptLogprobs] = {}  # of requests that ask
         self.finish: dict[int, Finish] = {}
@@ -72,15 +74,30 @@ class EngineCore:
     def add(self, rid: int, prompt: np.ndarray | list[int], max_tokens: int, **params: Any) -> None:
         self.add_request(rid, np.asarray(prompt, np.int32), SamplingParams(max_tokens=max_tokens, **params))
 
-    def add_request(self, rid: int, prompt: np.ndarray, sampling: SamplingParams) -> None:
+    def add_request(
+        self, rid: int, prompt: np.ndarray, sampling: SamplingParams, resume: tuple[Resume, ...] = ()
+    ) -> None:
         max_tokens = sampling.max_tokens
         assert max_tokens is not None
-        self.scheduler.add(rid=rid, prompt=prompt, params=sampling, max_tokens=max_tokens)
-        for choice in range(sampling.n):
-            self.prompts[rid + choice] = prompt
-            self.limits[rid + choice] = len(prompt) + max_tokens
-            self.stop_ids[rid + choice] = sampling.stop_token_ids + (() if sampling.ignore_eos else self.eos_ids)
+        self.scheduler.add(rid=rid, prompt=prompt, params=sampling, max_tokens=max_tokens, resume=resume)
+        choices = [part.choice for part in resume] or range(sampling.n)
+        for own, choice in enumerate(choices, rid):
+            self.asked[own] = sampling, choice
+            self.prompts[own] = prompt
+            self.limits[own] = len(prompt) + max_tokens
+            self.stop_ids[own] = sampling.stop_token_ids + (() if sampling.ignore_eos else self.eos_ids)
         self._verify()
+
+    def resume(self, rid: int, old: dict[int, int], *, of: EngineCore | None = None) -> None:
+        """Go on with choices of one request as `rid`, `rid + 1`, ... old: by its rid in core `of` (this one), how many
+        of its tokens each has."""
+        of = of or self
+        parts = []
+        for each, count in old.items():
+            params, choice = of.asked[each]
+            ids = np.array(of.outputs.get(each, [])[:count], np.int32)
+            parts.append(Resume(choice, ids.tobytes(), 0))
+        self.add_request(rid, of.prompts[each], params, tuple(parts))
 
     def abort(self, rid: int) -> None:
         self.scheduler.abort(rid)
@@ -166,7 +183,8 @@ class EngineCore:
         for row in output.opens:
             assert (row.slot, row.gen) not in self.row_of, "a row opens once"
             self.row_of[row.slot, row.gen] = row.rid
-            self.outputs[row.rid] = []
+            self.opens[row.rid] = row
+            self.outputs[row.rid] = np.frombuffer(row.resumed, np.int32).tolist()
             if row.prompt is not None:
                 self.prompt_logprobs[row.rid] = row.prompt
         if output.logprobs is not None:

@@ -33,8 +33,8 @@ def writer(tmp_path: Path) -> Iterator[RingWriter[TurnRecord]]:
     writer.close()
 
 
-def reader(tmp_path: Path) -> RingReader[TurnRecord]:
-    return RingReader(tmp_path / "engine.3.ring", TurnRecord)
+def reader(tmp_path: Path, name: str = "engine.3") -> RingReader[TurnRecord]:
+    return RingReader(tmp_path / f"{name}.ring", TurnRecord)
 
 
 def record(number: int) -> TurnRecord:
@@ -117,6 +117,10 @@ def test_no_record_is_ever_read_in_part_while_another_process_writes(tmp_path: P
     if sys.platform == "linux":
         with pytest.raises(FileNotFoundError):
             RingReader(tmp_path / "child.0.ring", TurnRecord)
+    successor = RingWriter(tmp_path, "child", 0, TurnRecord)
+    assert (reader(tmp_path, "child.0").pid, reader(tmp_path, "child.0").snapshot()) == (os.getpid(), [])
+    assert (ring.pid, ring.snapshot()[-1].number) == (child.pid, ring.written), "the old one is read on"
+    successor.close()
 
 
 def test_a_reader_notices_the_ring_of_a_successor_and_keeps_what_the_lost_process_left(

@@ -28,7 +28,7 @@ from asyncengine.wire.messages import (
     OpenMatch,
     ToGrammar,
 )
-from asyncengine.wire.pipes import Pipes, Sender
+from asyncengine.wire.pipes import Pipes, Sender, pipe_name
 from gpu_runner.grammar.child.compiler import Compiler, GrammarError, check
 from gpu_runner.grammar.child.masks import Masks
 
@@ -42,8 +42,9 @@ def serve(config: GrammarConfig) -> None:
     """Never returns."""
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     pipes = Pipes(config.run_dir)
-    receiver = pipes.receiver(f"grammar.{config.incarnation}", ToGrammar)
-    sender = pipes.sender("runner.grammar")
+    receiver = pipes.receiver(pipe_name(f"grammar.{config.incarnation}", config.life), ToGrammar)
+    to_runner = pipe_name("runner.grammar", config.life)
+    sender = pipes.sender(to_runner)
     # its last words fill up the masks: the model's vocabulary may be larger than the tokenizer's
     size = config.mask_words * 32 or None
     text = load_tokenizer(config.model_path).tokenizer.to_str()
@@ -52,7 +53,7 @@ def serve(config: GrammarConfig) -> None:
     if config.job == "check":
         worker = Checker(config, compiler, sender)
     else:
-        worker = Matcher(config, compiler, sender, pipes.sender("runner.grammar"))
+        worker = Matcher(config, compiler, sender, pipes.sender(to_runner))
     sender.send(GrammarReady(config.incarnation))
     while True:
         receiver.wait(IDLE_MS)
