@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import msgspec
+from support.eventually import eventually as eventually
 
 from asyncengine.api.app import bound_port, run_app
 from asyncengine.api.backend import Backend

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import pytest
-from support.eventually import eventually
+from api_server import eventually
 
 from asyncengine.api.merge import merge
 from asyncengine.errors import InvalidRequestError

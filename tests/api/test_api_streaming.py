@@ -7,9 +7,8 @@ import json
 from collections import Counter
 
 import pytest
-from api_server import CHAT, COMPLETIONS, JSON, Server
+from api_server import CHAT, COMPLETIONS, JSON, Server, eventually
 from fake_backend import ANSWER, MODEL, FakeBackend
-from support.eventually import eventually
 
 from asyncengine.api import sse
 from asyncengine.errors import EngineDeadError, InvalidRequestError, OverloadedError

@@ -14,10 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 import pytest_asyncio
-from api_server import serving
+from api_server import eventually, serving
 from fake_backend import ANSWER, FakeBackend
 from support.chromium import Page, browser, find_chromium
-from support.eventually import eventually
 
 from asyncengine.errors import EngineError, InvalidRequestError
 from asyncengine.sampling import SamplingParams

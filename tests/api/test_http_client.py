@@ -6,9 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import pytest
-from api_server import Server
+from api_server import Server, eventually
 from fake_backend import MODEL, FakeBackend
-from support.eventually import eventually
 
 from asyncengine.client import AsyncClient, RetryPolicy
 from asyncengine.engine_info import Health

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from support.eventually import eventually
+from api_server import eventually
 
 from asyncengine.client import AsyncClient, RetryPolicy, Timeouts
 from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError, RequestTimeoutError

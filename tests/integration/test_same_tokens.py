@@ -116,7 +116,7 @@ def one_load() -> Iterator[None]:
 
 @cache
 def loaded(path: str) -> Decoder:
-    return load_model(path, device=torch.device("cpu"), dtype=torch.float32)
+    return load_model(path, device=torch.device("cpu"), dtype=torch.float32, progress=lambda *_: None)
 
 
 def cached_load(path: str, *, dtype: torch.dtype, **options: Any) -> Decoder:
