@@ -33,9 +33,7 @@ BFLOAT16_SLACK = 1.25
 @pytest.mark.gpu
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_greedy_answers_are_the_references_but_where_it_hardly_prefers_one(
-    dtype: DType,
-) -> None:
+def test_greedy_answers_are_the_references_but_where_it_hardly_prefers_one(dtype: DType) -> None:
     path, num_tokens = model_file(), 64
     prompts = random_prompts(20)
     with device_engine(str(path), device="cuda", dtype=dtype, max_num_seqs=8, step_tokens=32) as engine:
