@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,6 +19,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 os.environ.setdefault("OMP_NUM_THREADS", str(max(1, min(2, len(os.sched_getaffinity(0)) // _WORKERS))))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# Ignored where a shell without a terminal runs the tests in the background; tests that interrupt a process need it.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not Path("/dev/nvidiactl").exists():
     use_interpreter()
@@ -53,7 +58,7 @@ def nothing_left_behind() -> Iterator[None]:
     else:
         os.environ["TMPDIR"] = previous_environ
 
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while (children := running_children()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not children, f"tests left processes running: {children}"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import msgspec
+from support.eventually import eventually as eventually
 
 from asyncengine.api.app import bound_port, run_app
 from asyncengine.api.backend import Backend
@@ -58,13 +58,6 @@ def as_promised(text: str | bytes, kind: Any) -> Any:
     if kind is not None:
         assert json.loads(msgspec.json.encode(msgspec.json.decode(text, type=kind))) == value
     return value
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    """Returns once `condition` holds; fails after a minute."""
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 @asynccontextmanager

@@ -27,7 +27,7 @@ MESSAGES = [{"role": "user", "content": TEXT}]
 def environment() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", PYTHON_PATH)
-        patch.setenv("ASYNCENGINE_SCRIPT", json.dumps({"refuse_longer_than": 1000}))
+        patch.setenv("ASYNCENGINE_SCRIPT", json.dumps({"refuse_longer_than": 1000, "endless_from": 1900}))
         yield
 
 

@@ -40,6 +40,7 @@ INFO = EngineInfo(
     has_chat_template=False,
 )
 ENDLESS = {"prompt": [40, 41], "max_tokens": 1900, "ignore_eos": True, "stream": True}
+SLOW: dict[str, object] = {"step_ms": 5, "endless_from": 1900}
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def all_connections() -> aiohttp.ClientSession:
 
 async def test_streams_through_two_workers_are_byte_exact_and_a_signal_leaves_nothing(short_path: Path) -> None:
     options = ["--api-workers", "2", "--no-console", "--drain-timeout-seconds", "0"]
-    with running(short_path, "serve", "--port", "0", *options, step_ms=5) as command:
+    with running(short_path, "serve", "--port", "0", *options, **SLOW) as command:
         url, children = serve(command)
         workers = workers_of(children)
         assert len(workers) == 2
@@ -142,7 +143,7 @@ async def test_streams_through_two_workers_are_byte_exact_and_a_signal_leaves_no
 
 async def test_clients_that_leave_are_aborted_in_every_worker(short_path: Path) -> None:
     slots = ["--max-num-seqs", "64"]
-    with running(short_path, "serve", "--port", "0", "--api-workers", "2", *slots, step_ms=5) as command:
+    with running(short_path, "serve", "--port", "0", "--api-workers", "2", *slots, **SLOW) as command:
         url, children = serve(command)
         async with all_connections() as session:
             for response in await open_in_every_worker(session, url, workers_of(children)):
@@ -160,7 +161,7 @@ async def test_clients_that_leave_are_aborted_in_every_worker(short_path: Path) 
 
 
 async def test_a_worker_that_is_killed_ends_every_stream_by_name_and_leaves_nothing(short_path: Path) -> None:
-    with running(short_path, "serve", "--port", "0", "--api-workers", "2", step_ms=5) as command:
+    with running(short_path, "serve", "--port", "0", "--api-workers", "2", **SLOW) as command:
         url, children = serve(command)
         workers = workers_of(children)
         port = int(url.rsplit(":", 1)[1])
@@ -185,7 +186,7 @@ async def test_a_worker_that_is_killed_ends_every_stream_by_name_and_leaves_noth
 
 async def test_a_sidecar_lost_for_good_is_named_to_the_clients_of_every_worker(short_path: Path) -> None:
     options = ["--api-workers", "2", "--max-crashes", "1"]
-    with running(short_path, "serve", "--port", "0", *options, step_ms=5) as command:
+    with running(short_path, "serve", "--port", "0", *options, **SLOW) as command:
         url, children = serve(command)
         async with all_connections() as session:
             held = await open_in_every_worker(session, url, workers_of(children))
@@ -269,7 +270,7 @@ async def test_a_worker_mints_rids_with_its_number_and_hears_of_no_other(short_p
     subscriptions = [front.subscribe([1, 2], SamplingParams(n=n), listener=lambda: None) for n in (2, 1)]
     for subscription in subscriptions:
         subscription.close()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     sent: list[EncodeIds | Abort] = []
     aborted: list[Abort] = []
     while (len(sent), len(aborted)) != (5, 3) and time.monotonic() < deadline:
@@ -302,7 +303,7 @@ def test_auto_is_several_workers_on_a_gpu_machine_with_enough_cores(monkeypatch:
 
 
 async def test_every_worker_answers_with_the_metrics_of_all(short_path: Path) -> None:
-    with running(short_path, "serve", "--port", "0", "--api-workers", "2", step_ms=5) as command:
+    with running(short_path, "serve", "--port", "0", "--api-workers", "2", **SLOW) as command:
         url, children = serve(command)
         body = {"prompt": [40, 41], "max_tokens": 10, "ignore_eos": True}
 
@@ -337,7 +338,7 @@ async def test_every_worker_answers_with_the_metrics_of_all(short_path: Path) ->
 
 
 async def test_a_request_is_cancelled_through_any_worker(short_path: Path) -> None:
-    with running(short_path, "serve", "--port", "0", "--api-workers", "3", step_ms=5) as command:
+    with running(short_path, "serve", "--port", "0", "--api-workers", "3", **SLOW) as command:
         url, children = serve(command)
         async with all_connections() as session:
             held = await open_in_every_worker(session, url, workers_of(children))

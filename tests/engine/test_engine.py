@@ -30,7 +30,7 @@ ENDLESS = SamplingParams(max_tokens=1900, ignore_eos=True)
 
 
 def start(config: EngineConfig | None = None, **script: object) -> AsyncEngine:
-    os.environ["ASYNCENGINE_SCRIPT"] = msgspec.json.encode(script).decode()
+    os.environ["ASYNCENGINE_SCRIPT"] = msgspec.json.encode({"endless_from": 1900} | script).decode()
     return AsyncEngine.start(config or EngineConfig(), modules=MODULES)
 
 

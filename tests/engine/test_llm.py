@@ -32,7 +32,7 @@ TEXTS = ["one two three", "Grüße, 世界! 👨‍👩‍👧", "x", "a\n\nb"]
 
 
 def make_llm(*, script: dict[str, object] | None = None, **options: Any) -> LLM:
-    os.environ["ASYNCENGINE_SCRIPT"] = json.dumps(script or {})
+    os.environ["ASYNCENGINE_SCRIPT"] = json.dumps({"endless_from": 1900} | (script or {}))
     return LLM("default", modules=MODULES, device="cpu", **options)
 
 
@@ -249,7 +249,7 @@ def children_of(pid: int) -> list[int]:
 @pytest.mark.parametrize("stage", ["starting", "started"])
 def test_an_interrupted_program_leaves_no_process_and_no_file(stage: str) -> None:
     with tempfile.TemporaryDirectory(prefix="l-") as folder:
-        environ = os.environ | {"TMPDIR": folder, "ASYNCENGINE_SCRIPT": '{"step_ms": 50}'}
+        environ = os.environ | {"TMPDIR": folder, "ASYNCENGINE_SCRIPT": '{"endless_from": 1900}'}
         with subprocess.Popen(
             [sys.executable, "-c", PROGRAM], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as program:

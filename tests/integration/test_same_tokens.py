@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.tokenizers_cache import default_model_file
 
 from asyncengine.config import EngineConfig
 from asyncengine.sampling import SamplingParams
 from asyncengine.tokenizer_file import load_tokenizer
+from gpu_runner.device import build
 from gpu_runner.device.build import build_executor
 from gpu_runner.device.executor import Executor
+from gpu_runner.models.decoder import Decoder
+from gpu_runner.models.registry import load_model
 from gpu_runner.schedule.plan import StepPlan
 from gpu_runner.schedule.scheduler import Scheduler, num_slots_for
 
@@ -99,8 +105,30 @@ def answers_alone() -> list[list[int]]:
     return answers
 
 
-@pytest.mark.parametrize("chunk_tokens", [16, 512])
-@pytest.mark.parametrize("enable_prefix_caching", [True, False], ids=["prefix cache", "no prefix cache"])
+@pytest.fixture(scope="module", autouse=True)
+def one_load() -> Iterator[None]:
+    """Weights are the same in every configuration, and are read once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "load_model", cached_load)
+        yield
+        loaded.cache_clear()
+
+
+@cache
+def loaded(path: str) -> Decoder:
+    return load_model(path, device=torch.device("cpu"), dtype=torch.float32, progress=lambda *_: None)
+
+
+def cached_load(path: str, *, dtype: torch.dtype, **options: Any) -> Decoder:
+    assert dtype == torch.float32
+    return loaded(path)
+
+
+@pytest.mark.parametrize(
+    ("chunk_tokens", "enable_prefix_caching"),
+    [(16, True), (512, True), (512, False)],
+    ids=["short chunks and a prefix cache", "long chunks and a prefix cache", "no prefix cache"],
+)
 def test_in_a_batch_of_8_with_any_chunk_size_and_prefix_cache_on_or_off(
     chunk_tokens: int, enable_prefix_caching: bool
 ) -> None:

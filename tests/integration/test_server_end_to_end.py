@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 from openai.types.chat import ChatCompletionMessageParam
 from prometheus_client.parser import text_string_to_metric_families
+from support.eventually import PATIENCE_SECONDS, eventually
 from support.tokenizers_cache import default_model_file
 
 from asyncengine import AsyncEngine, EngineConfig, InvalidRequestError, SamplingParams
@@ -48,15 +49,10 @@ def client(url: str) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
 
 
-async def wait_until(
-    engine: AsyncEngine, condition: Callable[[dict[str, int]], bool], seconds: float = 5.0
-) -> dict[str, int]:
-    """The gauges once `condition` holds for them; fails after `seconds`."""
-    deadline = asyncio.get_running_loop().time() + seconds
-    while not condition(gauges := engine.gauges()):
-        assert asyncio.get_running_loop().time() < deadline, gauges
-        await asyncio.sleep(0.02)
-    return gauges
+async def wait_until(engine: AsyncEngine, condition: Callable[[dict[str, int]], bool]) -> dict[str, int]:
+    """The gauges once `condition` holds for them; fails after a minute."""
+    await eventually(lambda: condition(engine.gauges()))
+    return engine.gauges()
 
 
 async def wait_until_idle(engine: AsyncEngine) -> dict[str, int]:
@@ -114,9 +110,7 @@ async def test_every_process_accounts_for_what_it_did(engine: AsyncEngine) -> No
         # the last request's overshoot may have been on the device still
         return [record for record in loop.snapshot(begun) if record.collected and record.device_begin > before]
 
-    async with asyncio.timeout(60):
-        while len(own_steps()) < 20:  # a step's record is written behind its frame
-            await asyncio.sleep(0.001)
+    await eventually(lambda: len(own_steps()) >= 20)  # a step's record is written behind its frame
     steps = [record for record in own_steps() if record.commit < after]
     for record in steps:
         assert record.drain <= record.plan <= record.wait <= record.commit <= record.send <= record.end
@@ -126,10 +120,8 @@ async def test_every_process_accounts_for_what_it_did(engine: AsyncEngine) -> No
     def detokenized() -> int:
         return sum(record.items for record in rings["detokenizer_proc"].snapshot(written["detokenizer_proc"]))
 
-    async with asyncio.timeout(60):
-        # records are written behind what they tell of
-        while detokenized() < 20 or any(ring.written == written[role] for role, ring in rings.items()):
-            await asyncio.sleep(0.001)
+    # records are written behind what they tell of
+    await eventually(lambda: detokenized() >= 20 and all(ring.written > written[role] for role, ring in rings.items()))
     gauges = await wait_until(engine, lambda gauges: gauges["host_us_per_step"] > 0)
     assert 0 < gauges["gpu_busy_permille"] <= 1000
 
@@ -165,7 +157,7 @@ async def test_64_streams_at_once_all_finish_byte_exact(engine: AsyncEngine) -> 
     rng = np.random.default_rng(0)
 
     async def stream(index: int) -> None:
-        params = SamplingParams(temperature=1.5, max_tokens=int(rng.integers(1, 20)), seed=index, ignore_eos=True)
+        params = SamplingParams(temperature=1.5, max_tokens=int(rng.integers(1, 10)), seed=index, ignore_eos=True)
         prompt = rng.integers(100, 40_000, int(rng.integers(1, 30))).tolist()
         text, ids, finish = "", [], None
         async for delta in engine.generate(prompt, params):
@@ -271,9 +263,17 @@ async def test_metrics_and_timings_of_the_real_model(url: str, engine: AsyncEngi
         for _ in range(2):
             async with session.post(f"{url}/completions", json=body) as response:
                 answer = await response.json()
-        await wait_until_idle(engine)
-        await asyncio.sleep(0.5)  # gpu_runner's counts come with its next heartbeat
-        after = await scrape(session)
+        usage = answer["usage"]
+        after = before
+        async with asyncio.timeout(PATIENCE_SECONDS):  # gpu_runner's counts come with a later heartbeat
+            while (
+                after["vllm:prefix_cache_queries_total"] - before["vllm:prefix_cache_queries_total"]
+                < 2 * usage["prompt_tokens"]
+                or after["vllm:num_requests_running"]
+                or after["vllm:kv_cache_usage_perc"]
+            ):
+                await asyncio.sleep(0.02)
+                after = await scrape(session)
     spent = {
         name: after[f"vllm:{name}"] - before[f"vllm:{name}"]
         for name in (
@@ -286,7 +286,6 @@ async def test_metrics_and_timings_of_the_real_model(url: str, engine: AsyncEngi
             *("time_to_first_token_seconds_count", "request_queue_time_seconds_count", "num_requests_running"),
         )
     }
-    usage = answer["usage"]
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     assert spent["prompt_tokens_total"] == spent["prefix_cache_queries_total"] == 2 * usage["prompt_tokens"]
     assert spent["generation_tokens_total"] == 16

@@ -91,8 +91,10 @@ def test_rows_at_page_and_tile_borders_equal_softmax(heads: int, kv_heads: int, 
     check(step, work, scale)
 
 
-@pytest.mark.parametrize("block_tokens", [16, 64, 128])
-@pytest.mark.parametrize("lens", [[700], [1, 513, 64, 130]])
+MIXED = [1, 513, 64, 130]
+
+
+@pytest.mark.parametrize(("block_tokens", "lens"), [(16, [700]), (16, MIXED), (64, MIXED), (128, MIXED)])
 def test_rows_in_many_ranges_are_merged(block_tokens: int, lens: list[int]) -> None:
     step = make_step(
         decode_lens=lens, chunks=[], heads=6, kv_heads=2, head_dim=64, max_rows=5, dtype=DTYPE, device=DEVICE

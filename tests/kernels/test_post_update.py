@@ -236,7 +236,7 @@ class NoMark:
 def test_long_sequences_of_random_plans_leave_the_same_as_the_torch_step(
     seed: int, num_slots: int, most_starts: int
 ) -> None:
-    pages_per_seq, vocab, max_step_tokens = 7, 13, 400
+    pages_per_seq, vocab, max_step_tokens = 7, 13, 30 * num_slots
     words = upload_words(num_slots=num_slots, pages_per_seq=pages_per_seq, max_step_tokens=max_step_tokens)
     decoder, paths = RecordingDecoder(vocab), SamplingPaths(num_slots)
     expected, actual = (poisoned_state(num_slots, pages_per_seq) for _ in range(2))
@@ -260,7 +260,7 @@ def test_long_sequences_of_random_plans_leave_the_same_as_the_torch_step(
     start_step = replayable(lambda: step_meta(upload, actual, meta, page_tokens, num_tokens=max_step_tokens))
     end_step = replayable(lambda: post_update(sampled, actual, meta, results))
     overshoots = stops = lengths = 0
-    for _ in range(60):
+    for _ in range(40):
         plan = maker.next_plan(set(expected.done.nonzero().flatten().tolist()), most_starts=most_starts)
         rows = plan.num_rows
         host.upload.fill_(-7)

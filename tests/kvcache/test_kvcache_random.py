@@ -13,7 +13,7 @@ from naive_cache import Letters, NaiveCache
 
 from gpu_runner.kvcache.pages import PagePool
 
-NUM_OPERATIONS = 12_000
+NUM_OPERATIONS = 6_000
 NAMESPACES = ("", "tenant", "adapter")
 
 
@@ -28,7 +28,7 @@ NAMESPACES = ("", "tenant", "adapter")
         (6, 12, 3, 8, 1, 2),
     ],
 )
-def test_tree_and_pool_agree_with_the_model_after_each_of_12000_operations(
+def test_tree_and_pool_agree_with_the_model_after_each_of_6000_operations(
     seed: int, num_pages: int, num_letters: int, max_letters: int, num_namespaces: int, max_rows: int
 ) -> None:
     rng = np.random.default_rng(seed)

@@ -13,7 +13,7 @@ from asyncengine.config import SchedulingPolicy
 from asyncengine.errors import InvalidRequestError
 
 OPERATIONS_PER_RUN = 1_000
-RUNS = 30
+RUNS = 20
 POLICIES: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
 
 

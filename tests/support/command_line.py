@@ -64,7 +64,7 @@ def running(short_path: Path, *args: str, **script: object) -> Iterator[Command]
 
 
 def all_gone(pids: list[int]) -> bool:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         if time.monotonic() > deadline:
             return False

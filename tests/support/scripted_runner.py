@@ -41,7 +41,8 @@ MAX_BACKLOG = 256
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """tokens: what every row emits, None for its prompt. step_ms: least time between steps.
+    """tokens: what every row emits, None for its prompt. step_ms: least time between steps. endless_from: a row that
+    ignores the end of the sequence and asks at least so many tokens goes on for ever, however slow who watches it is.
 
     refuse_start: a sentence to die with instead of becoming ready. crash_at_step: die there without a word,
     in each of `crash_lives`.
@@ -51,6 +52,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tokens: list[int] | None = None
     eos: int = 2
     step_ms: float = 1.0
+    endless_from: int | None = None
     vocab_size: int = 49152
     max_model_len: int = 2048
     num_pages: int = 1025
@@ -74,7 +76,7 @@ class Row:
     def total_tokens(self) -> int:
         return len(self.request.ids) // 4 + self.emitted
 
-    def next_token(self, eos: int) -> tuple[int, Finish]:
+    def next_token(self, eos: int, endless_from: int | None) -> tuple[int, Finish]:
         params = self.request.params
         if self.emitted < len(self.tokens) or params.ignore_eos:
             token = self.tokens[self.emitted % len(self.tokens)]
@@ -84,7 +86,9 @@ class Row:
         ends = token in params.stop_token_ids or (self.emitted > len(self.tokens) and not params.ignore_eos)
         if ends and self.emitted > params.min_tokens:
             return token, Finish.STOP
-        return token, Finish.LENGTH if self.emitted >= self.request.max_tokens else Finish.NONE
+        most = self.request.max_tokens
+        endless = params.ignore_eos and endless_from is not None and most >= endless_from
+        return token, Finish.LENGTH if self.emitted >= most and not endless else Finish.NONE
 
 
 def scripted_logprobs(position: int, token: int, count: int, vocab_size: int) -> tuple[float, list[int], list[float]]:
@@ -223,7 +227,7 @@ class ScriptedRunner:
             if slot in self._aborted:
                 token, end = -1, Finish.ABORT
             else:
-                token, end = row.next_token(self._script.eos)
+                token, end = row.next_token(self._script.eos, self._script.endless_from)
             rows.append(row)
             slots.append(slot)
             gens.append(row.gen)

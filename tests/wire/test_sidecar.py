@@ -20,7 +20,7 @@ from asyncengine.wire.pipes import Pipes, Receiver, make_run_dir
 from asyncengine.wire.sidecar import PARENT_GONE_EXIT_CODE, write_config
 
 CHILD = Path(__file__).with_name("sidecar_child.py")
-WAIT_SECONDS = 30
+WAIT_SECONDS = 60
 
 # Starts a sidecar whose stdin is the pipe end this process was given, says so, and waits to be killed.
 PARENT = """
