@@ -12,7 +12,7 @@ from asyncengine.logprobs import TokenLogprob, unpack, unpack_prompt
 from asyncengine.metrics import RequestMetrics
 from asyncengine.open_requests import OpenRequests
 from asyncengine.streams import FINISH_REASONS, RequestStream
-from asyncengine.wire.messages import Deltas, Encoded, Finish, Openings, PromptColumns
+from asyncengine.wire.messages import Deltas, Encoded, Finish, Marks, Openings, PromptColumns
 
 
 class DeltaFeed:
@@ -37,6 +37,8 @@ class DeltaFeed:
         now = time.monotonic_ns()
         if deltas.openings is not None:
             self._open(deltas, deltas.openings)
+        if deltas.marks is not None:
+            self._mark(deltas, deltas.marks)
         for prompt in deltas.prompts:
             self._prompt(memoryview(deltas.rids).cast("Q")[prompt.row], prompt)
         news: list[int] = []  # when each had news before
@@ -101,3 +103,10 @@ class DeltaFeed:
         for place, row in enumerate(memoryview(openings.rows).cast("i")):
             if request := self._requests.get(rids[row]):
                 request.stream.open(rids[row] - request.stream.rid, *stamps[3 * place : 3 * place + 3])
+
+    def _mark(self, deltas: Deltas, marks: Marks) -> None:
+        rids, begin = memoryview(deltas.rids).cast("Q"), 0
+        for row, end in zip(memoryview(marks.rows).cast("i"), memoryview(marks.ends).cast("i"), strict=True):
+            if request := self._requests.get(rids[row]):
+                request.stream.mark(rids[row] - request.stream.rid, marks.marks[16 * begin : 16 * end])
+            begin = end

@@ -83,6 +83,7 @@ class _Choice:
         "ids",
         "last_seen",
         "logprobs",
+        "marks",
         "prompt_logprobs",
         "prompt_tokens",
         "stamps",
@@ -101,6 +102,7 @@ class _Choice:
         self.cached_tokens = 0
         self.completion_tokens = 0
         self.stamps = (0, 0, 0)  # gpu_runner's: queued, started, first token
+        self.marks = b""  # gpu_runner's, as in `RowMarks`
         self.first_seen = self.last_seen = 0  # ns
 
 
@@ -157,6 +159,10 @@ class RequestStream:
         """Take in when gpu_runner got choice `index`, planned it and had its first token."""
         self._choices[index].stamps = (queued, started, computed)
 
+    def mark(self, index: int, marks: bytes) -> None:
+        """Take in what else gpu_runner has done for choice `index`: more of `Timeline.marks`."""
+        self._choices[index].marks += marks
+
     def take_prompt(self, index: int, entries: list[PromptLogprob]) -> None:
         """Take in the prompt of choice `index`, before its first news."""
         self._choices[index].prompt_logprobs = entries
@@ -173,6 +179,7 @@ class RequestStream:
             computed=computed,
             seen=choice.first_seen,
             finished=choice.last_seen,
+            marks=choice.marks,
         )
 
     def num_tokens(self, index: int) -> int:

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from array import array
+from itertools import accumulate
 
 import msgspec
 
-from asyncengine.wire.messages import Deltas, Finish, Open, Openings, PromptColumns
+from asyncengine.wire.messages import Deltas, Finish, Marks, Open, Openings, PromptColumns
 from asyncengine.wire.pipes import Sender
 from detokenizer_proc import logprob_columns
 from detokenizer_proc.logprob_columns import ShownLogprobs
 
 MAX_DELTAS_BYTES = 4 * 1024 * 1024
 """Text, ids and log-probabilities in one message, a single request's excepted; far below the pipes' limit."""
+MARK_BYTES = 16
 
 
 class PendingDelta:
     """New text and ids of one request since its last `Deltas` entry. `queued`: it waits in its outbox. `opened`: its
-    `Open`, until the first entry has been sent; and so `prompt`, if it was asked for."""
+    `Open`, until the first entry has been sent; and so `prompt`, if it was asked for. `marks`: as in `RowMarks`."""
 
     __slots__ = (
         "cached_tokens",
         "finish",
         "ids",
         "logprobs",
+        "marks",
         "opened",
         "prompt",
         "prompt_tokens",
@@ -39,6 +42,7 @@ class PendingDelta:
         self.cached_tokens = opened.cached_tokens
         self.opened: Open | None = opened
         self.prompt: PromptColumns | None = None
+        self.marks = b""
         self.text: list[str] = []
         self.ids: list[int] = []
         self.logprobs: ShownLogprobs | None = None
@@ -83,6 +87,7 @@ class DeltaOutbox:
                 delta.ids.clear()
                 delta.logprobs = None
                 delta.opened = delta.prompt = None
+                delta.marks = b""
                 delta.queued = False
         return True
 
@@ -96,14 +101,15 @@ def _to_wire(waiting: list[PendingDelta]) -> tuple[Deltas, int]:
     """A message of the first of `waiting`, at least one and as many as fit, and their number."""
     texts: list[bytes] = []
     text_ends, ids, ids_ends = array("i"), array("i"), array("i")
-    end = logprob_bytes = prompt_bytes = 0
+    end = logprob_bytes = prompt_bytes = mark_bytes = 0
     for delta in waiting:
         data = "".join(delta.text).encode()
         if delta.logprobs is not None:
             logprob_bytes += delta.logprobs.nbytes
         if delta.prompt is not None:
             prompt_bytes += len(delta.prompt.token_bytes) + 3 * len(delta.prompt.token_ends)
-        size = end + len(data) + 4 * (len(ids) + len(delta.ids)) + logprob_bytes + prompt_bytes
+        mark_bytes += len(delta.marks)
+        size = end + len(data) + 4 * (len(ids) + len(delta.ids)) + logprob_bytes + prompt_bytes + mark_bytes
         if texts and size > MAX_DELTAS_BYTES:
             break
         texts.append(data)
@@ -131,6 +137,7 @@ def _to_wire(waiting: list[PendingDelta]) -> tuple[Deltas, int]:
         )
         if prompt_bytes
         else (),
+        marks=_marks(batch) if mark_bytes else None,
     )
     return message, len(batch)
 
@@ -143,3 +150,10 @@ def _openings(batch: list[PendingDelta]) -> Openings | None:
     for _, first in opened:
         stamps.extend((first.queued_ns, first.started_ns, first.first_token_ns))
     return Openings(array("i", [row for row, _ in opened]).tobytes(), stamps.tobytes())
+
+
+def _marks(batch: list[PendingDelta]) -> Marks:
+    marked = [(row, delta.marks) for row, delta in enumerate(batch) if delta.marks]
+    ends = array("i", accumulate(len(marks) // MARK_BYTES for _, marks in marked))
+    rows = array("i", [row for row, _ in marked])
+    return Marks(rows.tobytes(), ends.tobytes(), b"".join(marks for _, marks in marked))

@@ -115,6 +115,9 @@ class Worker:
         """Apply one step. Rows of a generation that is not open are late and ignored."""
         for opened in frame.opens:
             self._open(opened)
+        for marked in frame.marks:
+            if marked.slot in self._rows:
+                self._rows[marked.slot].delta.marks += marked.marks
         rows, size = self._rows, self._vocabulary.size
         if frame.logprob_rows:
             self._stage_logprobs(frame)

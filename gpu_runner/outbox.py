@@ -36,6 +36,7 @@ class Outbox:
                         output.finish[mine].tobytes(),
                         tuple(row for row in output.opens if row.slot % len(self._senders) == index),
                         *_logprob_columns(output.logprobs and output.logprobs.of(mine)),
+                        marks=tuple(row for row in output.marks if row.slot % len(self._senders) == index),
                     )
                 )
 
@@ -57,6 +58,7 @@ def _frame(output: StepOutput) -> StepFrame:
         output.finish.tobytes(),
         output.opens,
         *_logprob_columns(output.logprobs),
+        marks=output.marks,
     )
 
 

@@ -243,6 +243,20 @@ class Open(Wire, frozen=True, tag=21):
     shown: int = 0
 
 
+MARK_RETRACTED, MARK_TOKEN = 0, -1
+
+
+class RowMarks(Wire, frozen=True, tag=25):
+    """What gpu_runner did for the row in `slot` up to its token in this frame, where it was more than to decode.
+
+    marks: int64 [M, 2], in order: when, by CLOCK_MONOTONIC in ns; and how many tokens of it a step that was planned
+    then prefills, or MARK_RETRACTED: it lost its pages, or MARK_TOKEN: it has its token.
+    """
+
+    slot: int
+    marks: bytes
+
+
 class StepFrame(Wire, frozen=True, tag=22):
     """What one step produced for one detokenizer shard: R rows, a row at most once.
 
@@ -253,6 +267,7 @@ class StepFrame(Wire, frozen=True, tag=22):
     offset of each row's most likely tokens in top_ids (int32) and top_logprobs (float32): falling log-probability,
     smaller id first among equals.
     life: of the gpu_runner that sends it. The first frame of each, which may be empty, ends all rows of the one before.
+    marks: of rows that have a token.
     """
 
     step: int
@@ -267,6 +282,7 @@ class StepFrame(Wire, frozen=True, tag=22):
     top_ids: bytes = b""
     top_logprobs: bytes = b""
     life: int = 0
+    marks: tuple[RowMarks, ...] = ()
 
 
 # --------------------------------------------------------------------------------------------- detokenizer -> engine
@@ -308,6 +324,15 @@ class Openings(Wire, frozen=True, tag=35):
     stamps: bytes
 
 
+class Marks(Wire, frozen=True, tag=26):
+    """`RowMarks` of requests of a `Deltas`. rows: int32 [O], their places in it. marks: int64 [M, 2], all requests';
+    ends: int32 [O], end offset of each one's."""
+
+    rows: bytes
+    ends: bytes
+    marks: bytes
+
+
 class Deltas(Wire, frozen=True, tag=30):
     """New text of K requests of one API worker. A request appears at most once; its deltas arrive in order.
 
@@ -321,6 +346,7 @@ class Deltas(Wire, frozen=True, tag=30):
     `detokenizer_proc.logprob_gate`).
     prompts: of the requests that asked for their prompt's log-probabilities and appear for the first time.
     shard: index of the detokenizer that sends it, which has these rows to their end.
+    marks: of the requests for which gpu_runner did more than to decode.
     """
 
     rids: bytes
@@ -336,6 +362,7 @@ class Deltas(Wire, frozen=True, tag=30):
     openings: Openings | None = None
     prompts: tuple[PromptColumns, ...] = ()
     shard: int = 0
+    marks: Marks | None = None
 
 
 class Encoded(Wire, frozen=True, tag=31):

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import re
+from array import array
 from typing import Any
 
+import msgspec
 import pytest
 from api_server import CHAT, COMPLETIONS, Server
 from fake_backend import FakeBackend
 
 from asyncengine.api.schema import ChatRequest, CompletionRequest
-from asyncengine.api.timings import timings
+from asyncengine.api.timings import PARTS, PreemptionJson, PrefillChunkJson, timings
 from asyncengine.timeline import Timeline
+from asyncengine.wire.messages import MARK_RETRACTED, MARK_TOKEN
 
 MS = 1_000_000
+MARKS = array(
+    "q", [16 * MS, 512, 26 * MS, 100, 46 * MS, MARK_TOKEN, 60 * MS, MARK_RETRACTED, 75 * MS, 620, 90 * MS, -1]
+)
 TIMELINE = Timeline(
-    arrived=2 * MS, encoded=5 * MS, queued=6 * MS, started=16 * MS, computed=46 * MS, seen=47 * MS, finished=147 * MS
+    arrived=2 * MS,
+    encoded=5 * MS,
+    queued=6 * MS,
+    started=16 * MS,
+    computed=46 * MS,
+    seen=47 * MS,
+    finished=147 * MS,
+    marks=MARKS.tobytes(),
 )
 BASE: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "abc"},
@@ -155,8 +168,27 @@ def test_the_parts_of_a_timeline_follow_each_other(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("time.monotonic_ns", lambda: 150 * MS)
     spent = timings(TIMELINE, 1 * MS)
     assert (spent.accept_ms, spent.tokenize_ms, spent.queue_ms, spent.prefill_ms) == (1, 3, 11, 30)
-    assert (spent.detokenize_ms, spent.decode_ms, spent.write_ms) == (1, 100, 3)
-    assert (spent.first_token_ms, spent.total_ms) == (46, 149)
+    assert (spent.detokenize_ms, spent.decode_ms, spent.write_ms) == (1, 100 - 15, 3)
+    assert (spent.preempted_ms, spent.first_token_ms, spent.total_ms) == (15, 46, 149)
+
+
+def test_chunks_and_preemptions_lie_within_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.monotonic_ns", lambda: 150 * MS)
+    spent = timings(TIMELINE, 1 * MS)
+    assert spent.prefill_chunks == [
+        PrefillChunkJson(at_ms=15, ms=10, tokens=512),
+        PrefillChunkJson(at_ms=25, ms=20, tokens=100),
+        PrefillChunkJson(at_ms=74, ms=15, tokens=620),
+    ]
+    assert spent.preemptions == [PreemptionJson(at_ms=59, ms=15)]
+
+
+def test_a_preemption_before_the_first_token_is_no_part_of_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.monotonic_ns", lambda: 150 * MS)
+    marks = array("q", [16 * MS, 512, 20 * MS, MARK_RETRACTED, 40 * MS, 612, 46 * MS, MARK_TOKEN])
+    spent = timings(msgspec.structs.replace(TIMELINE, marks=marks.tobytes()), 1 * MS)
+    assert (spent.prefill_ms, spent.decode_ms, spent.preempted_ms) == (10, 100, 20)
+    assert [chunk.ms for chunk in spent.prefill_chunks] == [4, 6]
 
 
 def test_what_did_not_happen_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,8 +225,8 @@ async def test_each_choice_has_its_timings_at_its_end_only(server: Server, backe
     _, whole = await server.post(path, BASE[path] | {"timings": True, "n": 2})
     *chunks, _ = await server.events(path, BASE[path] | {"timings": True, "n": 2})
     choices = [chunk["choices"][0] for chunk in chunks]
-    names = {f"{part}_ms" for part in ("accept", "tokenize", "queue", "prefill", "detokenize", "decode", "write")}
-    assert [set(choice["timings"]) for choice in whole["choices"]] == [names | {"first_token_ms", "total_ms"}] * 2
+    names = {f"{part}_ms" for part in (*PARTS, "preempted", "first_token", "total")} | {"prefill_chunks", "preemptions"}
+    assert [set(choice["timings"]) for choice in whole["choices"]] == [names] * 2
     assert all(("timings" in choice) == (choice["finish_reason"] is not None) for choice in choices)
     assert sum("timings" in choice for choice in choices) == 2
     *chunks, _ = await server.events(path, BASE[path] | {"timings": False})

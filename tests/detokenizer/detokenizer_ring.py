@@ -16,6 +16,7 @@ from asyncengine.wire.messages import (
     Finish,
     Open,
     PromptLogprobs,
+    RowMarks,
     StepFrame,
     ToEngine,
     ToRunnerControl,
@@ -61,7 +62,7 @@ class Ring:
         """The reading end of API worker `index`."""
         return self.pipes.receiver(f"engine.{index}", ToEngine)
 
-    def send(self, *rows: Row, opens: tuple[Open, ...] = ()) -> None:
+    def send(self, *rows: Row, opens: tuple[Open, ...] = (), marks: tuple[RowMarks, ...] = ()) -> None:
         self._step += 1
         asked = [index for index, row in enumerate(rows) if row.logprobs]
         self._frames.send(
@@ -77,6 +78,7 @@ class Ring:
                 top_ends=array("i", accumulate(len(rows[index].top_ids) for index in asked)).tobytes(),
                 top_ids=array("i", [token for index in asked for token in rows[index].top_ids]).tobytes(),
                 top_logprobs=array("f", [value for index in asked for value in rows[index].logprobs[1:]]).tobytes(),
+                marks=marks,
             )
         )
 
