@@ -64,13 +64,18 @@ class Resume(Wire, frozen=True, tag=9):
 
 class EncodeText(Wire, frozen=True, tag=1):
     """Tokenize one prompt and pass it on. `rid` .. `rid + params.n - 1` are the request's choices; or, where `resume`
-    is not empty, `rid` .. `rid + len(resume) - 1` are those it names, in its order, and there are no others."""
+    is not empty, `rid` .. `rid + len(resume) - 1` are those it names, in its order, and there are no others.
+
+    max_model_len: most tokens of the prompt and its answer, where gpu_runner has room for fewer than the model's
+    context; 0 = the latter. The same below.
+    """
 
     rid: int
     text: str
     params: SamplingParams
     namespace: str
     resume: tuple[Resume, ...] = ()
+    max_model_len: int = 0
 
 
 class EncodeIds(Wire, frozen=True, tag=2):
@@ -81,6 +86,7 @@ class EncodeIds(Wire, frozen=True, tag=2):
     params: SamplingParams
     namespace: str
     resume: tuple[Resume, ...] = ()
+    max_model_len: int = 0
 
 
 class Markup(Wire, frozen=True, tag=8):
@@ -112,6 +118,7 @@ class EncodeChat(Wire, frozen=True, tag=3):
     tools: bytes = b""
     markup: Markup | None = None
     resume: tuple[Resume, ...] = ()
+    max_model_len: int = 0
 
 
 class Abort(Wire, frozen=True, tag=4):
@@ -139,6 +146,7 @@ class TokenizeText(Wire, frozen=True, tag=5):
     text: str
     add_special_tokens: bool
     texts: bool
+    max_model_len: int = 0
 
 
 class TokenizeChat(Wire, frozen=True, tag=6):
@@ -150,6 +158,7 @@ class TokenizeChat(Wire, frozen=True, tag=6):
     template_kwargs: bytes
     texts: bool
     tools: bytes = b""
+    max_model_len: int = 0
 
 
 class Detokenize(Wire, frozen=True, tag=7):
