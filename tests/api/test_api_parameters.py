@@ -147,7 +147,10 @@ async def test_every_kind_of_structure_is_another_one(server: Server, backend: F
 
 async def test_each_option_of_a_stream_makes_a_difference(server: Server, backend: FakeBackend) -> None:
     names = StreamOptions.__struct_fields__
-    bodies = [{"stream": True}, *({"stream": True, "stream_options": {name: True}} for name in names)]
+    bodies: list[dict[str, Any]] = [
+        {"stream": True},
+        *({"stream": True, "stream_options": {name: True}} for name in names),
+    ]
     answers = [await outcome(server, backend, COMPLETIONS, body) for body in bodies]
     assert len({text for _, text, *_ in answers}) == 1 + len(names)
 
