@@ -12,7 +12,7 @@ from asyncengine.logprobs import TokenLogprob, unpack, unpack_prompt
 from asyncengine.metrics import RequestMetrics
 from asyncengine.open_requests import OpenRequests
 from asyncengine.streams import FINISH_REASONS, RequestStream
-from asyncengine.wire.messages import Deltas, Encoded, Finish, Openings, PromptColumns
+from asyncengine.wire.messages import Deltas, Encoded, Finish, Marks, Openings, PromptColumns
 
 
 class DeltaFeed:
@@ -40,6 +40,8 @@ class DeltaFeed:
         now = time.monotonic_ns()
         if deltas.openings is not None:
             self._open(deltas, deltas.openings)
+        if deltas.marks is not None:
+            self._mark(deltas, deltas.marks)
         for prompt in deltas.prompts:
             self._prompt(memoryview(deltas.rids).cast("Q")[prompt.row], prompt)
         news: list[int] = []  # when each had news before
@@ -113,3 +115,10 @@ class DeltaFeed:
             if choice := self._requests.get(rids[row]):
                 choice.opened(deltas.shard)
                 choice.stream.open(choice.index, *stamps[3 * place : 3 * place + 3])
+
+    def _mark(self, deltas: Deltas, marks: Marks) -> None:
+        rids, begin = memoryview(deltas.rids).cast("Q"), 0
+        for row, end in zip(memoryview(marks.rows).cast("i"), memoryview(marks.ends).cast("i"), strict=True):
+            if choice := self._requests.get(rids[row]):
+                choice.stream.mark(choice.index, marks.marks[16 * begin : 16 * end])
+            begin = end

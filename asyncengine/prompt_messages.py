@@ -41,16 +41,26 @@ def prompt_message(
         _utf8("stop", stop)
     _utf8("namespace", namespace)
     if isinstance(prompt, str):
-        message, size = EncodeText(rid, prompt, params, namespace), len(_utf8("prompt", prompt))
+        message = EncodeText(rid, prompt, params, namespace, max_model_len=info.max_model_len)
+        size = len(_utf8("prompt", prompt))
     elif isinstance(prompt, ChatPrompt):
         messages, kwargs, tools = _conversation(prompt, info)
         message = EncodeChat(
-            rid, messages, params, namespace, prompt.add_generation_prompt, kwargs, tools, prompt.markup
+            rid,
+            messages,
+            params,
+            namespace,
+            prompt.add_generation_prompt,
+            kwargs,
+            tools,
+            prompt.markup,
+            max_model_len=info.max_model_len,
         )
         size = len(messages) + len(kwargs) + len(tools)
     else:
         ids = pack_ids(prompt, info.vocab_size)
-        message, size = EncodeIds(rid, ids, params, namespace), len(ids)
+        message = EncodeIds(rid, ids, params, namespace, max_model_len=info.max_model_len)
+        size = len(ids)
     _check_size(size)
     return message, size
 
@@ -68,10 +78,11 @@ def question_message(
     """The message that only asks for a prompt's tokens, and its size in bytes; raises `InvalidRequestError`."""
     message: TokenizeText | TokenizeChat
     if isinstance(prompt, str):
-        message, size = TokenizeText(rid, prompt, add_special_tokens, texts), len(_utf8("prompt", prompt))
+        message = TokenizeText(rid, prompt, add_special_tokens, texts, info.max_model_len)
+        size = len(_utf8("prompt", prompt))
     else:
         messages, kwargs, tools = _conversation(prompt, info)
-        message = TokenizeChat(rid, messages, prompt.add_generation_prompt, kwargs, texts, tools)
+        message = TokenizeChat(rid, messages, prompt.add_generation_prompt, kwargs, texts, tools, info.max_model_len)
         size = len(messages) + len(kwargs) + len(tools)
     _check_size(size)
     return message, size

@@ -83,6 +83,7 @@ class _Choice:
         "ids",
         "last_seen",
         "logprobs",
+        "marks",
         "num_logprobs",
         "prompt_logprobs",
         "prompt_tokens",
@@ -106,6 +107,7 @@ class _Choice:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.stamps = (0, 0, 0)  # gpu_runner's: queued, started, first token
+        self.marks = b""  # gpu_runner's, as in `RowMarks`
         self.first_seen = self.last_seen = 0  # ns
 
 
@@ -163,6 +165,10 @@ class RequestStream:
         if not choice.first_seen:
             choice.stamps = (queued, started, computed)
 
+    def mark(self, index: int, marks: bytes) -> None:
+        """Take in what else gpu_runner has done for choice `index`: more of `Timeline.marks`."""
+        self._choices[index].marks += marks
+
     def take_prompt(self, index: int, entries: list[PromptLogprob]) -> None:
         """Take in the prompt of choice `index`, before its first news; ignored after that."""
         choice = self._choices[index]
@@ -189,6 +195,7 @@ class RequestStream:
             computed=computed,
             seen=choice.first_seen,
             finished=choice.last_seen,
+            marks=choice.marks,
         )
 
     def num_tokens(self, index: int) -> int:

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 from array import array
+from itertools import accumulate
 
 import msgspec
 
-from asyncengine.wire.messages import Deltas, Finish, Open, Openings, PromptColumns
+from asyncengine.wire.messages import Deltas, Finish, Marks, Open, Openings, PromptColumns
 from asyncengine.wire.pipes import Sender
 from detokenizer_proc import logprob_columns
 from detokenizer_proc.logprob_columns import ShownLogprobs
 
 MAX_DELTAS_BYTES = 4 * 1024 * 1024
 """Text, ids and log-probabilities in one message, a single request's excepted; far below the pipes' limit."""
+MARK_BYTES = 16
 
 
 class PendingDelta:
     """New text and ids of one request since its last `Deltas` entry. `queued`: it waits in its outbox. `opened`: its
-    `Open`, until the first entry has been sent; and so `prompt`, if it was asked for. `shown`: bytes at the beginning
-    of `text`, and of what follows it, that the caller has already and that are not sent."""
+    `Open`, until the first entry has been sent; and so `prompt`, if it was asked for. `marks`: as in `RowMarks`.
+    `shown`: bytes at the beginning of `text`, and of what follows it, that the caller has already and that are not
+    sent."""
 
     __slots__ = (
         "cached_tokens",
         "finish",
         "ids",
         "logprobs",
+        "marks",
         "opened",
         "prompt",
         "prompt_tokens",
@@ -42,6 +46,7 @@ class PendingDelta:
         self.opened: Open | None = opened
         self.prompt: PromptColumns | None = None
         self.shown = opened.shown
+        self.marks = b""
         self.text: list[str] = []
         self.ids: list[int] = []
         self.logprobs: ShownLogprobs | None = None
@@ -62,6 +67,7 @@ class PendingDelta:
         self.ids.clear()
         self.logprobs = None
         self.opened = self.prompt = None
+        self.marks = b""
         self.queued = False
 
 
@@ -112,14 +118,15 @@ def _to_wire(waiting: list[PendingDelta], shard: int) -> tuple[Deltas, int]:
     """A message of the first of `waiting`, at least one and as many as fit, and their number."""
     texts: list[bytes] = []
     text_ends, ids, ids_ends = array("i"), array("i"), array("i")
-    end = logprob_bytes = prompt_bytes = 0
+    end = logprob_bytes = prompt_bytes = mark_bytes = 0
     for delta in waiting:
         data = delta.unsent_text()
         if delta.logprobs is not None:
             logprob_bytes += delta.logprobs.nbytes
         if delta.prompt is not None:
             prompt_bytes += len(delta.prompt.token_bytes) + 3 * len(delta.prompt.token_ends)
-        size = end + len(data) + 4 * (len(ids) + len(delta.ids)) + logprob_bytes + prompt_bytes
+        mark_bytes += len(delta.marks)
+        size = end + len(data) + 4 * (len(ids) + len(delta.ids)) + logprob_bytes + prompt_bytes + mark_bytes
         if texts and size > MAX_DELTAS_BYTES:
             break
         texts.append(data)
@@ -148,6 +155,7 @@ def _to_wire(waiting: list[PendingDelta], shard: int) -> tuple[Deltas, int]:
         if prompt_bytes
         else (),
         shard=shard,
+        marks=_marks(batch) if mark_bytes else None,
     )
     return message, len(batch)
 
@@ -160,3 +168,10 @@ def _openings(batch: list[PendingDelta]) -> Openings | None:
     for _, first in opened:
         stamps.extend((first.queued_ns, first.started_ns, first.first_token_ns))
     return Openings(array("i", [row for row, _ in opened]).tobytes(), stamps.tobytes())
+
+
+def _marks(batch: list[PendingDelta]) -> Marks:
+    marked = [(row, delta.marks) for row, delta in enumerate(batch) if delta.marks]
+    ends = array("i", accumulate(len(marks) // MARK_BYTES for _, marks in marked))
+    rows = array("i", [row for row, _ in marked])
+    return Marks(rows.tobytes(), ends.tobytes(), b"".join(marks for _, marks in marked))

@@ -111,6 +111,9 @@ class Worker:
             self._follow(frame.life)
         for opened in frame.opens:
             self._open(opened)
+        for marked in frame.marks:
+            if marked.slot in self._rows:
+                self._rows[marked.slot].delta.marks += marked.marks
         if frame.logprob_rows:
             self._stage_logprobs(frame)
         self._push(_int32(frame.slots), _int32(frame.gens), _int32(frame.tokens), frame.finish)

@@ -57,6 +57,7 @@ class Outbox:
                         tuple(row for row in output.opens if row.slot % len(self._senders) == index),
                         *_logprob_columns(output.logprobs and output.logprobs.of(mine)),
                         self._life,
+                        marks=tuple(row for row in output.marks if row.slot % len(self._senders) == index),
                     )
                 )
 
@@ -82,6 +83,7 @@ def _frame(output: StepOutput, life: int) -> StepFrame:
         output.opens,
         *_logprob_columns(output.logprobs),
         life,
+        marks=output.marks,
     )
 
 

@@ -18,12 +18,14 @@ from asyncengine.wire.messages import (
     Generate,
     Markup,
     TokenizeChat,
+    TokenizeText,
 )
 from tokenizer_proc.chat_template import ChatTemplate, Rendered
 from tokenizer_proc.conversation import parse_conversation, parse_template_kwargs, parse_tools
 from tokenizer_proc.vocabulary import Int32, Vocabulary
 
 Job = EncodeText | EncodeIds | EncodeChat
+Message = Job | TokenizeText | TokenizeChat
 
 PROMPT_TAIL_TOKENS = 8
 PROBE_CHARS_PER_TOKEN = 16
@@ -34,13 +36,12 @@ CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
 
 class PromptEncoder:
-    """max_model_len: context length in tokens, prompt and answer together."""
+    """max_model_len: the model's context length in tokens; or that asked for, prompt and answer together."""
 
     def __init__(self, *, vocabulary: Vocabulary, template: ChatTemplate | None, max_model_len: int) -> None:
         self._vocabulary = vocabulary
         self._template = template
         self._max_model_len = max_model_len
-        self._probe_chars = max_model_len * PROBE_CHARS_PER_TOKEN
         self._encoder = msgspec.msgpack.Encoder()
 
     def encode(self, jobs: Sequence[Job]) -> list[Generate | Failed]:
@@ -53,7 +54,7 @@ class PromptEncoder:
             try:
                 match job:
                     case EncodeText():
-                        self.check_size(job.text, "prompt")
+                        self.check_size(job, job.text, "prompt")
                         texts[place] = job.text
                     case EncodeChat():
                         chats[place] = self.render(job)
@@ -82,7 +83,7 @@ class PromptEncoder:
         rendered = self._template.render(
             parse_conversation(job.messages), add_generation_prompt=job.add_generation_prompt, kwargs=kwargs
         )
-        self.check_size(rendered.text, "messages")
+        self.check_size(job, rendered.text, "messages")
         return rendered
 
     def _finish(self, job: Job, ids: Int32 | None, rendered: Rendered | None) -> Generate | Failed:
@@ -96,7 +97,7 @@ class PromptEncoder:
                 raise InvalidRequestError("the prompt cannot be tokenized", param=param)
             self._check_ids(ids, params, param)
             _check_prompt_logprobs(len(ids), params)
-            max_tokens = self._max_tokens(len(ids), params, param)
+            max_tokens = self._max_tokens(len(ids), job, param)
         except InvalidRequestError as error:
             return refusal(job.rid, error)
         options = DetokenizeOptions(
@@ -119,18 +120,19 @@ class PromptEncoder:
             resume=job.resume,
         )
 
-    def check_size(self, text: str, param: str) -> None:
+    def check_size(self, message: Message, text: str, param: str) -> None:
         """Refuse a text that cannot fit without tokenizing all of it: long texts of one letter take seconds."""
-        if len(text) <= self._probe_chars:
+        context = self._context(message)
+        probe_chars = context * PROBE_CHARS_PER_TOKEN
+        if len(text) <= probe_chars:
             return
         size = len(text.encode())
         tokens = -(-size // self._vocabulary.max_token_bytes)
-        if tokens <= self._max_model_len:
-            tokens = self._vocabulary.count_tokens(text[: self._probe_chars]) - PROBE_SLACK_TOKENS
-        if tokens > self._max_model_len:
+        if tokens <= context:
+            tokens = self._vocabulary.count_tokens(text[:probe_chars]) - PROBE_SLACK_TOKENS
+        if tokens > context:
             raise InvalidRequestError(
-                f"the prompt of {size} bytes has at least {tokens} tokens, but the model's context length is "
-                f"{self._max_model_len} tokens",
+                f"the prompt of {size} bytes has at least {tokens} tokens, but {self._limit(context)}",
                 code=CONTEXT_LENGTH_EXCEEDED,
                 param=param,
             )
@@ -157,28 +159,36 @@ class PromptEncoder:
                         param=name,
                     )
 
-    def _max_tokens(self, prompt_tokens: int, params: SamplingParams, param: str) -> int:
+    def _context(self, message: Message) -> int:
+        """Most tokens of its prompt and the answer together."""
+        return message.max_model_len or self._max_model_len
+
+    def _limit(self, context: int) -> str:
+        if context < self._max_model_len:
+            return f"the context length is the {context} tokens that the KV cache holds"
+        return f"the model's context length is {context} tokens"
+
+    def _max_tokens(self, prompt_tokens: int, job: Job, param: str) -> int:
         """The answer's length limit, once it is known to fit."""
-        room = self._max_model_len - prompt_tokens
+        params, context = job.params, self._context(job)
+        room = context - prompt_tokens
         if room < 1:
             raise InvalidRequestError(
-                f"the prompt has {prompt_tokens} tokens, which leaves no room for an answer in the model's context "
-                f"length of {self._max_model_len} tokens",
+                f"the prompt has {prompt_tokens} tokens, which leaves no room for an answer: {self._limit(context)}",
                 code=CONTEXT_LENGTH_EXCEEDED,
                 param=param,
             )
         if params.max_tokens is not None and params.max_tokens > room:
             raise InvalidRequestError(
                 f"the prompt's {prompt_tokens} tokens and max_tokens {params.max_tokens} are "
-                f"{prompt_tokens + params.max_tokens} tokens together, but the model's context length is "
-                f"{self._max_model_len} tokens",
+                f"{prompt_tokens + params.max_tokens} tokens together, but {self._limit(context)}",
                 code=CONTEXT_LENGTH_EXCEEDED,
                 param="max_tokens",
             )
         if params.min_tokens > room:
             raise InvalidRequestError(
                 f"min_tokens {params.min_tokens} is more than the {room} tokens that the prompt's {prompt_tokens} "
-                f"leave of the model's context length of {self._max_model_len} tokens",
+                f"leave: {self._limit(context)}",
                 code=CONTEXT_LENGTH_EXCEEDED,
                 param="min_tokens",
             )

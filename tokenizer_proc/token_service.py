@@ -29,7 +29,7 @@ class TokenService:
                 case Detokenize():
                     return Detokenized(question.rid, self._text(question.ids))
                 case TokenizeText():
-                    self._encoder.check_size(question.text, "prompt")
+                    self._encoder.check_size(question, question.text, "prompt")
                     ids = self._vocabulary.encode_text(question.text, add_special_tokens=question.add_special_tokens)
                     return self._tokenized(question, ids, "prompt")
                 case TokenizeChat():

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
+from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
-from opentelemetry.trace import SpanKind, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from asyncengine.api.merge import News
@@ -29,6 +30,8 @@ OPERATIONS = {"completions": "text_completion", "chat_completions": "chat"}
 """By route."""
 MAX_CHOICES = 16
 """Choices of one request that have children."""
+MAX_DETAILS = 32
+"""Chunks, and preemptions, of one choice that have spans."""
 FLUSH_SECONDS = 2.0
 """At the end, how long a collector has to take what is left."""
 
@@ -98,11 +101,25 @@ class RequestTrace:
         if timeline.seen:
             self._span.add_event("first token", choice, self._epoch + timeline.seen)
         begin = self._received
+        chunks, preemptions = timeline.chunks[:MAX_DETAILS], timeline.preemptions[:MAX_DETAILS]
         for part, end in zip(PARTS, part_ends(timeline, written), strict=True):
             if end > begin:
-                child = self._tracer.start_span(part, context, attributes=choice, start_time=self._epoch + begin)
-                child.end(self._epoch + end)
+                child = self._child(part, context, choice, begin, end)
+                inside = set_span_in_context(child)
+                for chunk in chunks:
+                    if begin <= chunk.begin < end:
+                        attributes = {**choice, "asyncengine.tokens": chunk.tokens}
+                        self._child("prefill chunk", inside, attributes, chunk.begin, chunk.end)
+                for preemption in preemptions:
+                    if begin <= preemption.begin < end:
+                        self._child("preempted", inside, choice, preemption.begin, preemption.end)
                 begin = end
+
+    def _child(self, name: str, context: Context, attributes: Mapping[str, int], begin: int, end: int) -> Span:
+        """A span that has ended, of what lies between two times."""
+        child = self._tracer.start_span(name, context, attributes=attributes, start_time=self._epoch + begin)
+        child.end(self._epoch + end)
+        return child
 
 
 class Tracing:

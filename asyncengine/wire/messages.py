@@ -64,13 +64,18 @@ class Resume(Wire, frozen=True, tag=9):
 
 class EncodeText(Wire, frozen=True, tag=1):
     """Tokenize one prompt and pass it on. `rid` .. `rid + params.n - 1` are the request's choices; or, where `resume`
-    is not empty, `rid` .. `rid + len(resume) - 1` are those it names, in its order, and there are no others."""
+    is not empty, `rid` .. `rid + len(resume) - 1` are those it names, in its order, and there are no others.
+
+    max_model_len: most tokens of the prompt and its answer, where gpu_runner has room for fewer than the model's
+    context; 0 = the latter. The same below.
+    """
 
     rid: int
     text: str
     params: SamplingParams
     namespace: str
     resume: tuple[Resume, ...] = ()
+    max_model_len: int = 0
 
 
 class EncodeIds(Wire, frozen=True, tag=2):
@@ -81,6 +86,7 @@ class EncodeIds(Wire, frozen=True, tag=2):
     params: SamplingParams
     namespace: str
     resume: tuple[Resume, ...] = ()
+    max_model_len: int = 0
 
 
 class Markup(Wire, frozen=True, tag=8):
@@ -112,6 +118,7 @@ class EncodeChat(Wire, frozen=True, tag=3):
     tools: bytes = b""
     markup: Markup | None = None
     resume: tuple[Resume, ...] = ()
+    max_model_len: int = 0
 
 
 class Abort(Wire, frozen=True, tag=4):
@@ -139,6 +146,7 @@ class TokenizeText(Wire, frozen=True, tag=5):
     text: str
     add_special_tokens: bool
     texts: bool
+    max_model_len: int = 0
 
 
 class TokenizeChat(Wire, frozen=True, tag=6):
@@ -150,6 +158,7 @@ class TokenizeChat(Wire, frozen=True, tag=6):
     template_kwargs: bytes
     texts: bool
     tools: bytes = b""
+    max_model_len: int = 0
 
 
 class Detokenize(Wire, frozen=True, tag=7):
@@ -248,6 +257,20 @@ class Open(Wire, frozen=True, tag=21):
     shown: int = 0
 
 
+MARK_RETRACTED, MARK_TOKEN = 0, -1
+
+
+class RowMarks(Wire, frozen=True, tag=25):
+    """What gpu_runner did for the row in `slot` up to its token in this frame, where it was more than to decode.
+
+    marks: int64 [M, 2], in order: when, by CLOCK_MONOTONIC in ns; and how many tokens of it a step that was planned
+    then prefills, or MARK_RETRACTED: it lost its pages, or MARK_TOKEN: it has its token.
+    """
+
+    slot: int
+    marks: bytes
+
+
 class StepFrame(Wire, frozen=True, tag=22):
     """What one step produced for one detokenizer shard: R rows, a row at most once.
 
@@ -258,6 +281,7 @@ class StepFrame(Wire, frozen=True, tag=22):
     offset of each row's most likely tokens in top_ids (int32) and top_logprobs (float32): falling log-probability,
     smaller id first among equals.
     life: of the gpu_runner that sends it. The first frame of each, which may be empty, ends all rows of the one before.
+    marks: of rows that have a token.
     """
 
     step: int
@@ -272,6 +296,7 @@ class StepFrame(Wire, frozen=True, tag=22):
     top_ids: bytes = b""
     top_logprobs: bytes = b""
     life: int = 0
+    marks: tuple[RowMarks, ...] = ()
 
 
 # --------------------------------------------------------------------------------------------- detokenizer -> engine
@@ -313,6 +338,15 @@ class Openings(Wire, frozen=True, tag=35):
     stamps: bytes
 
 
+class Marks(Wire, frozen=True, tag=26):
+    """`RowMarks` of requests of a `Deltas`. rows: int32 [O], their places in it. marks: int64 [M, 2], all requests';
+    ends: int32 [O], end offset of each one's."""
+
+    rows: bytes
+    ends: bytes
+    marks: bytes
+
+
 class Deltas(Wire, frozen=True, tag=30):
     """New text of K requests of one API worker. A request appears at most once; its deltas arrive in order.
 
@@ -326,6 +360,7 @@ class Deltas(Wire, frozen=True, tag=30):
     `detokenizer_proc.logprob_gate`).
     prompts: of the requests that asked for their prompt's log-probabilities and appear for the first time.
     shard: index of the detokenizer that sends it, which has these rows to their end.
+    marks: of the requests for which gpu_runner did more than to decode.
     """
 
     rids: bytes
@@ -341,6 +376,7 @@ class Deltas(Wire, frozen=True, tag=30):
     openings: Openings | None = None
     prompts: tuple[PromptColumns, ...] = ()
     shard: int = 0
+    marks: Marks | None = None
 
 
 class Encoded(Wire, frozen=True, tag=31):

@@ -28,12 +28,13 @@ from numpy.typing import NDArray
 
 from asyncengine.config import PAGE_SIZE, SchedulingPolicy
 from asyncengine.sampling import SamplingParams
-from asyncengine.wire.messages import Finish, Open, Resume
+from asyncengine.wire.messages import Finish, Open, Resume, RowMarks
 from gpu_runner.schedule.buckets import token_buckets
 from gpu_runner.schedule.limits import total_tokens
 from gpu_runner.schedule.masked_rows import MaskedRows
 from gpu_runner.schedule.plan import Int32, StepPlan, StepResult
 from gpu_runner.schedule.plan_builder import PlanBuilder, PlanDraft
+from gpu_runner.schedule.prefill_marks import PrefillMarks
 from gpu_runner.schedule.prompt_scores import PromptScores
 from gpu_runner.schedule.queues import Request, WaitingQueue
 from gpu_runner.schedule.rows import Rows
@@ -70,7 +71,7 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """clock: in ns; of requests that come, start and have their first token, never of a step."""
+        """clock: in ns; of requests that come, start, prefill and have their first token, never of a decoding step."""
         self.rows = Rows(
             num_slots=num_slots_for(max_num_seqs),
             max_model_len=max_model_len,
@@ -88,6 +89,7 @@ class Scheduler:
         self._running = Running(self.slots)
         self.masked_rows = MaskedRows(self.slots, self._running)
         self.prompt_scores = PromptScores(self.slots)
+        self._marks = PrefillMarks(self.slots.num_slots)
         self._slot_of: dict[int, int] = {}  # rid -> slot of every request that holds one
         self._closed: list[tuple[int, int]] = []  # (slot, gen) aborted since the last output
         self._blocked: Request | None = None  # the queue's head, if the last plan had no room for it
@@ -195,6 +197,7 @@ class Scheduler:
             self.prompt_scores.add(plan, result.scores)
         logprobs = result.logprobs
         opens: tuple[Open, ...] = ()
+        marks: tuple[RowMarks, ...] = ()
         if (unchanged := self._running.unchanged(rows)) is not None:
             unchanged.sampled(tokens)  # each row got one, and not its first
         else:
@@ -208,9 +211,11 @@ class Scheduler:
             known = slots.known[index]
             slots.token_cells[index * slots.max_model_len + known] = tokens
             slots.known[index] = known + 1
-            opened = slots.opened[index]
-            if not opened.all():
-                opens = tuple(self._open(int(slot)) for slot in rows[~opened])
+            marked = self._marks.waiting[index]
+            if marked.any():
+                now = self._clock()
+                marks = self._marks.take(rows[marked], now)
+                opens = tuple(self._open(int(slot), now) for slot in rows[marked & ~slots.opened[index]])
             constrained = slots.constrained[index]
             if constrained.any():
                 continues = constrained & (finish == Finish.NONE)
@@ -219,7 +224,7 @@ class Scheduler:
             for slot in rows[finish != Finish.NONE]:
                 self._end(int(slot))
                 self.counters.finished += 1
-        return StepOutput(plan.step, rows, gens, tokens, finish, opens, logprobs)
+        return StepOutput(plan.step, rows, gens, tokens, finish, opens, logprobs, marks)
 
     def take_closed(self) -> StepOutput | None:
         """Rows that were aborted since the last call, for the detokenizer to forget; None if there are none."""
@@ -274,6 +279,7 @@ class Scheduler:
         """Take the row's pages, keeping what it computed in the prefix tree, and put it at the head of the queue."""
         self._running.leave(slot)
         self.queue.push(self.rows.retract(slot))
+        self._marks.retracted(slot, self._clock())
         self.counters.preemptions += 1
 
     # ----------------------------------------------------------------------------------------------------- prefill
@@ -300,6 +306,7 @@ class Scheduler:
             pages = slots.pages(slot).copy()
             draft.write_pages(np.full(len(pages), slot, np.int32), np.arange(len(pages), dtype=np.int32), pages)
         draft.prefill.append((slot, length))
+        self._marks.chunk(slot, length, self._clock())
         slots.computed[slot] += length
         scored, scores_to = int(slots.scored[slot]), int(min(slots.computed[slot], slots.score_end[slot]))
         if scores_to > scored:
@@ -362,7 +369,7 @@ class Scheduler:
 
     # -------------------------------------------------------------------------------------------------- row changes
 
-    def _open(self, slot: int) -> Open:
+    def _open(self, slot: int, now: int) -> Open:
         slots = self.slots
         request = slots.request[slot]
         assert request is not None
@@ -376,7 +383,7 @@ class Scheduler:
             int(slots.cached_tokens[slot]),
             request.queued_ns,
             request.started_ns,
-            self._clock(),
+            now,
             self.prompt_scores.take(slot),
             request.resumed.tobytes(),
             request.shown,
@@ -388,6 +395,7 @@ class Scheduler:
         self.queue.remove(request.rid)  # where a retracted row waits
         self._running.leave(slot)
         self.prompt_scores.forget(slot)
+        self._marks.forget(slot)
         self.rows.end(slot)
         del self._slot_of[request.rid]
 

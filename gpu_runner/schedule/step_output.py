@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncengine.wire.messages import Finish, Open
+from asyncengine.wire.messages import Finish, Open, RowMarks
 from gpu_runner.schedule.plan import Int32, StepLogprobs, UInt8
 
 
@@ -21,6 +21,7 @@ class StepOutput:
     finish: UInt8
     opens: tuple[Open, ...]
     logprobs: StepLogprobs | None = None
+    marks: tuple[RowMarks, ...] = ()
 
     def __len__(self) -> int:
         return len(self.slots)

@@ -3,69 +3,35 @@
 from __future__ import annotations
 
 import re
+from array import array
 from typing import Any
 
+import msgspec
 import pytest
 from api_server import CHAT, COMPLETIONS, Server
 from fake_backend import FakeBackend
+from parameter_table import BASE, BOTH, OWN, TOOLS
 
-from asyncengine.api.schema import ChatRequest, CompletionRequest
-from asyncengine.api.timings import timings
+from asyncengine.api.schema import ChatRequest, CompletionRequest, Message, StreamOptions
+from asyncengine.api.structured import StructuredOutputs
+from asyncengine.api.timings import PARTS, PreemptionJson, PrefillChunkJson, timings
 from asyncengine.timeline import Timeline
+from asyncengine.wire.messages import MARK_RETRACTED, MARK_TOKEN
 
 MS = 1_000_000
-TIMELINE = Timeline(
-    arrived=2 * MS, encoded=5 * MS, queued=6 * MS, started=16 * MS, computed=46 * MS, seen=47 * MS, finished=147 * MS
+MARKS = array(
+    "q", [16 * MS, 512, 26 * MS, 100, 46 * MS, MARK_TOKEN, 60 * MS, MARK_RETRACTED, 75 * MS, 620, 90 * MS, -1]
 )
-BASE: dict[str, dict[str, Any]] = {
-    COMPLETIONS: {"prompt": "abc"},
-    CHAT: {"messages": [{"role": "user", "content": "abc"}]},
-}
-BOTH: dict[str, dict[str, Any]] = {
-    "model": {"model": "other"},
-    "max_tokens": {"max_tokens": 3},
-    "max_completion_tokens": {"max_completion_tokens": 3},
-    "min_tokens": {"min_tokens": 2},
-    "temperature": {"temperature": 0.5},
-    "top_p": {"top_p": 0.5},
-    "top_k": {"top_k": 3},
-    "min_p": {"min_p": 0.5},
-    "presence_penalty": {"presence_penalty": 1},
-    "frequency_penalty": {"frequency_penalty": 1},
-    "repetition_penalty": {"repetition_penalty": 2},
-    "logit_bias": {"logit_bias": {"5": 1}},
-    "n": {"n": 2},
-    "seed": {"seed": 7},
-    "stop": {"stop": "x"},
-    "stop_token_ids": {"stop_token_ids": [5]},
-    "ignore_eos": {"ignore_eos": True},
-    "skip_special_tokens": {"skip_special_tokens": False},
-    "include_stop_str_in_output": {"include_stop_str_in_output": True},
-    "prompt_logprobs": {"prompt_logprobs": 1},
-    "priority": {"priority": 3},
-    "stream": {"stream": True},
-    "stream_options": {"stream": True, "stream_options": {"include_usage": True}},
-    "return_token_ids": {"return_token_ids": True},
-    "timings": {"timings": True},
-    "request_id": {"request_id": "mine"},
-    "cache_salt": {"cache_salt": "tenant"},
-    "response_format": {"response_format": {"type": "json_object"}},
-    "structured_outputs": {"structured_outputs": {"choice": ["a", "b"]}},
-}
-TOOLS: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": "f"}}]}
-OWN: dict[str, dict[str, dict[str, Any]]] = {
-    COMPLETIONS: {"prompt": {"prompt": "abd"}, "logprobs": {"logprobs": 1}, "echo": {"echo": True}},
-    CHAT: {
-        "messages": {"messages": [{"role": "user", "content": "abd"}]},
-        "logprobs": {"logprobs": True},
-        "top_logprobs": {"logprobs": True, "top_logprobs": 2},
-        "add_generation_prompt": {"add_generation_prompt": False},
-        "chat_template_kwargs": {"chat_template_kwargs": {"enable_thinking": False}},
-        "tools": TOOLS,
-        "tool_choice": TOOLS | {"tool_choice": "required"},
-        "parallel_tool_calls": TOOLS | {"parallel_tool_calls": False},
-    },
-}
+TIMELINE = Timeline(
+    arrived=2 * MS,
+    encoded=5 * MS,
+    queued=6 * MS,
+    started=16 * MS,
+    computed=46 * MS,
+    seen=47 * MS,
+    finished=147 * MS,
+    marks=MARKS.tobytes(),
+)
 WITHOUT_EFFECT = {"user"}
 """It tells a provider of the API who abuses it, by OpenAI's definition; nothing here could be done with it."""
 NEEDED: dict[str, dict[str, Any]] = {
@@ -134,6 +100,61 @@ def test_the_list_is_complete(path: str, body: type) -> None:
     assert set(BOTH) | set(OWN[path]) | WITHOUT_EFFECT == set(body.__struct_fields__)  # type: ignore[attr-defined]
 
 
+MESSAGE_FIELDS: dict[str, Any] = {
+    "role": "system",
+    "content": [{"type": "text", "text": "other"}],
+    "name": "me",
+    "reasoning_content": "so",
+    "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+    "tool_call_id": "1",
+}
+NULL_ONLY = {"audio", "function_call"}
+"""Other values of these are refused."""
+
+
+@pytest.mark.parametrize("name", MESSAGE_FIELDS)
+async def test_every_field_of_a_message_reaches_the_template(server: Server, backend: FakeBackend, name: str) -> None:
+    assert set(MESSAGE_FIELDS) | NULL_ONLY == set(Message.__struct_fields__)
+    plain = {"role": "assistant", "content": "abc"}
+    without = await outcome(server, backend, CHAT, {"messages": [plain]})
+    with_it = await outcome(server, backend, CHAT, {"messages": [plain | {name: MESSAGE_FIELDS[name]}]})
+    assert with_it[0] == without[0] == 200
+    assert with_it != without
+    for null_only in NULL_ONLY:
+        assert (await server.post(CHAT, {"messages": [plain | {null_only: "x"}]}))[0] == 400
+
+
+STRUCTURES: dict[str, dict[str, Any]] = {
+    "json": {"json": {"type": "integer"}},
+    "json_object": {"json_object": True},
+    "regex": {"regex": "a+"},
+    "choice": {"choice": ["a"]},
+    "grammar": {"grammar": 'start: "a"'},
+}
+
+
+async def test_every_kind_of_structure_is_another_one(server: Server, backend: FakeBackend) -> None:
+    assert set(STRUCTURES) == set(StructuredOutputs.__struct_fields__)
+    asked = [
+        await outcome(server, backend, COMPLETIONS, {"structured_outputs": structure})
+        for structure in STRUCTURES.values()
+    ]
+    assert [status for status, *_ in asked] == [200] * len(STRUCTURES)
+    structures = [calls[0][1].structured for _, _, calls, *_ in asked]
+    assert all(structures)
+    assert len(set(map(repr, structures))) == len(STRUCTURES)
+
+
+async def test_each_option_of_a_stream_makes_a_difference(server: Server, backend: FakeBackend) -> None:
+    names = StreamOptions.__struct_fields__
+    bodies: list[dict[str, Any]] = [
+        {"stream": True},
+        *({"stream": True, "stream_options": {name: True}} for name in names),
+    ]
+    answers = [await outcome(server, backend, COMPLETIONS, body) for body in bodies]
+    assert len({text for _, text, *_ in answers}) == 1 + len(names)
+
+
 @pytest.mark.parametrize("path", BASE)
 async def test_a_user_is_accepted_and_changes_nothing(server: Server, backend: FakeBackend, path: str) -> None:
     assert await outcome(server, backend, path, {"user": "me"}) == await outcome(server, backend, path, {})
@@ -155,8 +176,27 @@ def test_the_parts_of_a_timeline_follow_each_other(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("time.monotonic_ns", lambda: 150 * MS)
     spent = timings(TIMELINE, 1 * MS)
     assert (spent.accept_ms, spent.tokenize_ms, spent.queue_ms, spent.prefill_ms) == (1, 3, 11, 30)
-    assert (spent.detokenize_ms, spent.decode_ms, spent.write_ms) == (1, 100, 3)
-    assert (spent.first_token_ms, spent.total_ms) == (46, 149)
+    assert (spent.detokenize_ms, spent.decode_ms, spent.write_ms) == (1, 100 - 15, 3)
+    assert (spent.preempted_ms, spent.first_token_ms, spent.total_ms) == (15, 46, 149)
+
+
+def test_chunks_and_preemptions_lie_within_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.monotonic_ns", lambda: 150 * MS)
+    spent = timings(TIMELINE, 1 * MS)
+    assert spent.prefill_chunks == [
+        PrefillChunkJson(at_ms=15, ms=10, tokens=512),
+        PrefillChunkJson(at_ms=25, ms=20, tokens=100),
+        PrefillChunkJson(at_ms=74, ms=15, tokens=620),
+    ]
+    assert spent.preemptions == [PreemptionJson(at_ms=59, ms=15)]
+
+
+def test_a_preemption_before_the_first_token_is_no_part_of_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.monotonic_ns", lambda: 150 * MS)
+    marks = array("q", [16 * MS, 512, 20 * MS, MARK_RETRACTED, 40 * MS, 612, 46 * MS, MARK_TOKEN])
+    spent = timings(msgspec.structs.replace(TIMELINE, marks=marks.tobytes()), 1 * MS)
+    assert (spent.prefill_ms, spent.decode_ms, spent.preempted_ms) == (10, 100, 20)
+    assert [chunk.ms for chunk in spent.prefill_chunks] == [4, 6]
 
 
 def test_what_did_not_happen_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,8 +233,8 @@ async def test_each_choice_has_its_timings_at_its_end_only(server: Server, backe
     _, whole = await server.post(path, BASE[path] | {"timings": True, "n": 2})
     *chunks, _ = await server.events(path, BASE[path] | {"timings": True, "n": 2})
     choices = [chunk["choices"][0] for chunk in chunks]
-    names = {f"{part}_ms" for part in ("accept", "tokenize", "queue", "prefill", "detokenize", "decode", "write")}
-    assert [set(choice["timings"]) for choice in whole["choices"]] == [names | {"first_token_ms", "total_ms"}] * 2
+    names = {f"{part}_ms" for part in (*PARTS, "preempted", "first_token", "total")} | {"prefill_chunks", "preemptions"}
+    assert [set(choice["timings"]) for choice in whole["choices"]] == [names] * 2
     assert all(("timings" in choice) == (choice["finish_reason"] is not None) for choice in choices)
     assert sum("timings" in choice for choice in choices) == 2
     *chunks, _ = await server.events(path, BASE[path] | {"timings": False})

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from array import array
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -51,9 +52,12 @@ class Recorded:
 
     @property
     def parts(self) -> list[ReadableSpan]:
-        return sorted(
-            (span for span in self.spans if span.kind is not SpanKind.SERVER), key=lambda span: span.start_time or 0
-        )
+        return self.below(self.request)
+
+    def below(self, parent: ReadableSpan) -> list[ReadableSpan]:
+        assert parent.context is not None
+        below = [span for span in self.spans if span.parent and span.parent.span_id == parent.context.span_id]
+        return sorted(below, key=lambda span: span.start_time or 0)
 
 
 @pytest.fixture
@@ -74,6 +78,7 @@ def timeline_of_the_last_6_ms() -> Timeline:
         computed=computed,
         seen=seen,
         finished=finished,
+        marks=array("q", [started, 7, started + 300_000, 2, computed, -1, seen, 0, seen + 500_000, 9]).tobytes(),
     )
 
 
@@ -121,7 +126,7 @@ async def test_a_request_is_one_span_below_its_clients(recorded: Recorded, strea
         "gen_ai.usage.output_tokens": 5,
     }
     assert span.resource.attributes["service.name"] == "asyncengine"
-    assert {part.parent.span_id for part in recorded.parts if part.parent} == {span.context.span_id}
+    assert len(recorded.parts) == 7
     assert all(SECRET not in span.to_json() and "Hel" not in span.to_json() for span in recorded.spans)
 
 
@@ -138,6 +143,15 @@ async def test_each_choice_has_parts_that_follow_each_other_from_the_requests_ar
         assert parts[-1].end_time == recorded.request.end_time
         assert [part.end_time for part in parts[:-1]] == [part.start_time for part in parts[1:]]
         assert [(part.end_time or 0) - (part.start_time or 0) for part in parts[1:6]] == [1_000_000] * 5
+        assert [
+            (
+                span.name,
+                (span.attributes or {}).get("asyncengine.tokens"),
+                (span.end_time or 0) - (span.start_time or 0),
+            )
+            for part in parts
+            for span in recorded.below(part)
+        ] == [("prefill chunk", 7, 300_000), ("prefill chunk", 2, 700_000), ("preempted", None, 500_000)]
         assert recorded.request.events[index].name == "first token"
         assert recorded.request.events[index].timestamp == parts[4].end_time
 

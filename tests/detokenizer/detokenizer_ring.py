@@ -16,6 +16,7 @@ from asyncengine.wire.messages import (
     Finish,
     Open,
     PromptLogprobs,
+    RowMarks,
     StepFrame,
     ToEngine,
     ToRunnerControl,
@@ -61,9 +62,9 @@ class Ring:
         """The reading end of API worker `index`."""
         return self.pipes.receiver(f"engine.{index}", ToEngine)
 
-    def send(self, *rows: Row, opens: tuple[Open, ...] = (), life: int = 0) -> None:
+    def send(self, *rows: Row, opens: tuple[Open, ...] = (), marks: tuple[RowMarks, ...] = (), life: int = 0) -> None:
         self._step += 1
-        self._frames.send(step_frame(self._step, *rows, opens=opens, life=life))
+        self._frames.send(step_frame(self._step, *rows, opens=opens, marks=marks, life=life))
 
     def receive(self, index: int = 0) -> list[Piece]:
         """The entries of the next message for API worker `index`."""
@@ -82,7 +83,9 @@ class Ring:
         return [receive_one(self.control) for _ in range(count)]
 
 
-def step_frame(step: int, *rows: Row, opens: tuple[Open, ...] = (), life: int = 0) -> StepFrame:
+def step_frame(
+    step: int, *rows: Row, opens: tuple[Open, ...] = (), marks: tuple[RowMarks, ...] = (), life: int = 0
+) -> StepFrame:
     asked = [index for index, row in enumerate(rows) if row.logprobs]
     return StepFrame(
         step,
@@ -97,6 +100,7 @@ def step_frame(step: int, *rows: Row, opens: tuple[Open, ...] = (), life: int = 
         top_ids=array("i", [token for index in asked for token in rows[index].top_ids]).tobytes(),
         top_logprobs=array("f", [value for index in asked for value in rows[index].logprobs[1:]]).tobytes(),
         life=life,
+        marks=marks,
     )
 
 

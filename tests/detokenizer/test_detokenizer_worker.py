@@ -14,7 +14,7 @@ from toy_tokenizers import BYTE_LEVEL_SIZE, HIDDEN, LONG, byte_level
 
 from asyncengine.config import API_WORKER_SHIFT
 from asyncengine.wire.accounting import RingReader, RingWriter, TurnRecord
-from asyncengine.wire.messages import Finish, Open, Openings, StopHit
+from asyncengine.wire.messages import Finish, Marks, Open, Openings, RowMarks, StopHit
 from asyncengine.wire.pipes import Pipes, make_run_dir
 from detokenizer_proc.vocabulary import Vocabulary
 from detokenizer_proc.worker import ENGINE_HIGH_WATER_MARK, Worker
@@ -28,9 +28,9 @@ class Bench:
     ring: Ring
     accounts: RingReader[TurnRecord]
 
-    def step(self, *rows: Row, opens: tuple[Open, ...] = ()) -> None:
+    def step(self, *rows: Row, opens: tuple[Open, ...] = (), marks: tuple[RowMarks, ...] = ()) -> None:
         """Send one frame and let the worker take it."""
-        self.ring.send(*rows, opens=opens)
+        self.ring.send(*rows, opens=opens, marks=marks)
         self.worker.turn(WAIT_MS)
         self.worker.check_integrity()
 
@@ -110,6 +110,18 @@ def test_what_gpu_runner_stamped_comes_once_with_the_first_entry(bench: Bench) -
     assert message.openings == Openings(_int32s(1), _int64s(4, 14, 20))
     bench.step(Row(3, 1, ord("d"), Finish.LENGTH), Row(4, 1, ord("e")))
     assert bench.ring.receive_message().openings is None
+
+
+def test_marks_of_rows_that_are_open_go_on_with_their_next_entry(bench: Bench) -> None:
+    opens = (opened(3, 1, 73), opened(4, 1, 74))
+    marks = (RowMarks(4, _int64s(10, 7, 11, -1)), RowMarks(3, _int64s(10, 5, 10, 0)), RowMarks(9, _int64s(1, 1)))
+    bench.step(Row(3, 1, ord("a")), Row(4, 1, ord("b")), opens=opens, marks=marks)
+    message = bench.ring.receive_message()
+    assert message.marks == Marks(_int32s(0, 1), _int32s(2, 4), _int64s(10, 5, 10, 0, 10, 7, 11, -1))
+    bench.step(Row(4, 1, ord("c")))
+    assert bench.ring.receive_message().marks is None
+    bench.step(Row(4, 1, ord("d")), Row(3, 1, ord("e")), marks=(RowMarks(3, _int64s(12, 5)),))
+    assert bench.ring.receive_message().marks == Marks(_int32s(1), _int32s(1), _int64s(12, 5))
 
 
 def _int32s(*values: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Clients as people have them, against the real SmolLM2: the `openai` package, LangChain's, and curl."""
+"""Clients as people have them, against the real SmolLM2: the `openai` package, LangChain's, Pydantic AI, and curl."""
 
 from __future__ import annotations
 
@@ -18,8 +18,13 @@ from asyncengine import AsyncEngine, EngineConfig
 from asyncengine.api.app import bound_port, run_app
 
 pytest.importorskip("langchain_openai", reason="LangChain's OpenAI client is not installed")
+pytest.importorskip("pydantic_ai", reason="Pydantic AI is not installed")
 from langchain_core.messages import AIMessage, AIMessageChunk, ToolMessage
 from langchain_openai import ChatOpenAI
+from pydantic_ai import Agent, NativeOutput
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+from pydantic_ai.settings import ModelSettings
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
@@ -166,6 +171,35 @@ async def test_langchain_calls_tools_whole_and_streamed_and_hands_back_results(c
 async def test_langchains_structured_output_is_an_object_of_the_type(chat: ChatOpenAI) -> None:
     answer = await chat.with_structured_output(Weather).ainvoke(QUESTION)
     assert isinstance(answer, Weather)
+
+
+# -------------------------------------------------------------------------------------------------------- Pydantic AI
+
+
+@pytest.fixture
+def model(url: str) -> OpenAIChatModel:
+    provider = OpenAIProvider(base_url=f"{url}/v1", api_key="none")
+    return OpenAIChatModel(MODEL, provider=provider, settings=ModelSettings(temperature=0, max_tokens=80))
+
+
+async def test_pydantic_ai_chats_and_streams(model: OpenAIChatModel) -> None:
+    agent = Agent(model, retries=0)
+    whole = await agent.run(QUESTION)
+    async with agent.run_stream(QUESTION) as stream:
+        pieces = [piece async for piece in stream.stream_text(delta=True, debounce_by=None)]
+    assert whole.output == "".join(pieces) == ANSWER
+    assert len(pieces) > 4
+    assert whole.usage.output_tokens == stream.usage.output_tokens == 8
+
+
+async def test_pydantic_ai_gets_objects_by_tools_and_by_json_schema_whole_and_streamed(model: OpenAIChatModel) -> None:
+    for kind in (Weather, NativeOutput(Weather, strict=True)):
+        agent = Agent(model, output_type=kind, retries=0)
+        whole = await agent.run(QUESTION)
+        async with agent.run_stream(QUESTION) as stream:
+            streamed = await stream.get_output()
+        assert isinstance(whole.output, Weather)
+        assert streamed == whole.output
 
 
 # --------------------------------------------------------------------------------------------------------------- curl

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -17,10 +18,12 @@ import pytest_asyncio
 from openai.types.chat import ChatCompletionMessageParam
 from prometheus_client.parser import text_string_to_metric_families
 from support.eventually import PATIENCE_SECONDS, eventually
+from support.folded_stream import of_events, of_whole
 from support.tokenizers_cache import default_model_file
 
 from asyncengine import AsyncEngine, EngineConfig, InvalidRequestError, SamplingParams
 from asyncengine.api.app import bound_port, run_app
+from asyncengine.api.timings import PARTS
 from asyncengine.tokenizer_file import load_tokenizer
 from asyncengine.wire.accounting import RingReader, StepRecord, TurnRecord
 
@@ -245,6 +248,57 @@ async def test_a_request_larger_than_the_kv_cache_is_refused_at_once_and_blocks_
         assert deltas[-1].completion_tokens == 3
 
 
+def without_floats(answer: dict[str, Any]) -> tuple[Any, list[float]]:
+    """All but the numbers that are not whole, and these in order."""
+    numbers: list[float] = []
+
+    def take(text: str) -> None:
+        numbers.append(float(text))
+
+    return json.loads(json.dumps(answer), parse_float=take), numbers
+
+
+async def test_answers_of_the_real_model_are_equal_streamed_and_whole(url: str) -> None:
+    chat = {"messages": QUESTION, "max_tokens": 12}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("chat/completions", {**chat, "temperature": 0.9, "seed": 5, "n": 2, "logprobs": True, "top_logprobs": 3}),
+        ("chat/completions", {**chat, "temperature": 0, "stop": [" is"], "return_token_ids": True, "timings": True}),
+        ("chat/completions", {**chat, "temperature": 0, "structured_outputs": {"regex": "Paris|Rome"}}),
+        (
+            "completions",
+            {
+                "prompt": ["Paris is", "Rome"],
+                "echo": True,
+                "logprobs": 2,
+                "max_tokens": 6,
+                "temperature": 0.7,
+                "seed": 1,
+            },
+        ),
+        (
+            "completions",
+            {"prompt": "One, two,", "presence_penalty": 1, "repetition_penalty": 1.2, "seed": 3, "prompt_logprobs": 1},
+        ),
+    ]
+    async with aiohttp.ClientSession() as session:
+
+        async def both_ways(path: str, body: dict[str, Any]) -> None:
+            async with session.post(f"{url}/{path}", json=body) as response:
+                whole = await response.json()
+            streaming = {"stream": True, "stream_options": {"include_usage": True}}
+            async with session.post(f"{url}/{path}", json=body | streaming) as response:
+                *events, _ = (await response.text()).removesuffix("\n\n").split("\n\n")
+            folded = of_events([json.loads(event.removeprefix("data: ")) for event in events])
+            expected = of_whole(whole)
+            for answer in (folded, expected):
+                del answer["usage"]["prompt_tokens_details"]  # the second finds the prompt in the cache
+            (shape, numbers), (expected_shape, expected_numbers) = map(without_floats, (folded, expected))
+            assert shape == expected_shape
+            assert numbers == pytest.approx(expected_numbers, abs=1e-3)  # rounded otherwise in another batch
+
+        await asyncio.gather(*(both_ways(path, body) for path, body in bodies))
+
+
 async def test_metrics_and_timings_of_the_real_model(url: str, engine: AsyncEngine) -> None:
     async def scrape(session: aiohttp.ClientSession) -> dict[str, float]:
         async with session.get(url.removesuffix("/v1") + "/metrics") as response:
@@ -294,7 +348,6 @@ async def test_metrics_and_timings_of_the_real_model(url: str, engine: AsyncEngi
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
     assert after["vllm:kv_cache_usage_perc"] == 0
     timings = answer["choices"][0]["timings"]
-    parts = ("accept", "tokenize", "queue", "prefill", "detokenize", "decode", "write")
-    assert all(timings[f"{part}_ms"] >= 0 for part in parts)
+    assert all(timings[f"{part}_ms"] >= 0 for part in PARTS)
     assert timings["prefill_ms"] > 0 < timings["decode_ms"]
-    assert sum(timings[f"{part}_ms"] for part in parts) == pytest.approx(timings["total_ms"], abs=0.01)
+    assert sum(timings[f"{part}_ms"] for part in PARTS) == pytest.approx(timings["total_ms"], abs=0.01)

@@ -9,9 +9,10 @@ from support.engine_core import EngineCore
 from asyncengine.config import SchedulingPolicy
 from asyncengine.errors import InvalidRequestError
 from asyncengine.sampling import SamplingParams
-from asyncengine.wire.messages import Finish, Open
+from asyncengine.wire.messages import MARK_RETRACTED, MARK_TOKEN, Finish, Open
 from gpu_runner.schedule.buckets import bucket_for, token_buckets
 from gpu_runner.schedule.plan import StepPlan, StepResult
+from gpu_runner.schedule.prefill_marks import MAX_MARKS
 from gpu_runner.schedule.scheduler import Scheduler
 from gpu_runner.schedule.step_output import StepOutput
 
@@ -390,8 +391,8 @@ def test_requests_are_stamped_when_they_come_when_they_start_and_at_their_first_
     core.add(1, prompt_of(4), 2, n=2, ignore_eos=True)
     core.run()
     assert [(row.rid, row.queued_ns, row.started_ns, row.first_token_ns) for row in opens] == [
-        (1, 1, 2, 3),
-        (2, 1, 4, 5),
+        (1, 1, 2, 4),
+        (2, 1, 5, 7),
     ]
 
 
@@ -408,6 +409,61 @@ def test_a_retracted_request_keeps_the_time_at_which_it_started() -> None:
     assert all(request.started_ns == started[request.rid] > 0 for request in retracted)
     core.run()
     core.assert_all_right()
+
+
+def told_of(core: EngineCore) -> dict[int, list[tuple[int, int]]]:
+    """Runs to the end; the marks of each request, whose times count up."""
+    times = iter(range(1, 10_000))
+    core.scheduler._clock = lambda: next(times)
+    told: dict[int, list[tuple[int, int]]] = {}
+    commit = core.scheduler.commit
+
+    def recording(plan: StepPlan, result: StepResult) -> StepOutput:
+        output = commit(plan, result)
+        owner = {slot: core.row_of[slot, gen] for slot, gen in core.row_of if core.scheduler.slots.gen[slot] == gen}
+        owner.update({row.slot: row.rid for row in output.opens})
+        for row in output.marks:
+            assert row.slot in output.slots[output.tokens >= 0]
+            pairs = np.frombuffer(row.marks, np.int64).reshape(-1, 2)
+            told.setdefault(owner[row.slot], []).extend((at, mark) for at, mark in pairs.tolist())
+        return output
+
+    core.scheduler.commit = recording  # type: ignore[method-assign]
+    core.run()
+    core.assert_all_right()
+    return told
+
+
+def test_each_chunk_of_a_prompt_is_told_with_the_first_token() -> None:
+    core = EngineCore(max_num_batched_tokens=16)
+    core.add(1, prompt_of(40), 3, ignore_eos=True)
+    assert told_of(core) == {1: [(2, 16), (3, 16), (4, 8), (5, MARK_TOKEN)]}
+
+
+def test_a_prompt_of_very_many_chunks_has_a_bounded_number_of_marks() -> None:
+    core = EngineCore(num_pages=32, max_num_batched_tokens=1)
+    core.add(1, prompt_of(MAX_MARKS + 20), 2, ignore_eos=True)
+    (marks,) = told_of(core).values()
+    assert [mark for _, mark in marks] == [1] * (MAX_MARKS - 1) + [21, MARK_TOKEN]
+
+
+def test_what_a_preempted_request_loses_and_computes_again_is_told_with_its_next_token() -> None:
+    core = EngineCore(num_pages=8)
+    for rid in (1, 2, 3):
+        core.add(rid, prompt_of(17, seed=rid), 60, ignore_eos=True)
+    told = told_of(core)
+    assert core.scheduler.counters.preemptions > 0
+    assert sum(mark == MARK_RETRACTED for marks in told.values() for _, mark in marks) == (
+        core.scheduler.counters.preemptions
+    )
+    for marks in told.values():
+        assert [at for at, _ in marks] == sorted(at for at, _ in marks)
+        kinds = [mark for _, mark in marks]
+        assert kinds[:2] == [17, MARK_TOKEN]
+        assert kinds[-1] == MARK_TOKEN
+        lost = [place for place, mark in enumerate(kinds) if mark == MARK_RETRACTED]
+        assert all(max(kinds[place + 1 : place + 3]) > 0 for place in lost)  # a token may have been on its way
+    assert not core.scheduler._marks._marks
 
 
 def test_the_prefix_cache_is_asked_for_every_token_of_a_request_that_starts() -> None:

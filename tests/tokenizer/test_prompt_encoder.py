@@ -201,6 +201,27 @@ def test_the_context_length_holds_prompt_and_answer_or_the_refusal_has_the_numbe
         assert [word for word in failed.message.replace(",", "").split() if word.isdigit()] == list(numbers)
 
 
+@pytest.mark.parametrize(
+    ("job", "param"),
+    [
+        (ids_job([5] * 32, SamplingParams(max_tokens=1)), "prompt"),
+        (ids_job([5] * 30, SamplingParams(max_tokens=3)), "max_tokens"),
+        (ids_job([5] * 30, SamplingParams(min_tokens=3)), "min_tokens"),
+        (text_job("word " * 500), "prompt"),
+        (chat_job("word " * 500), "messages"),
+    ],
+)
+def test_a_context_that_the_kv_cache_cuts_short_is_the_one_that_counts(
+    encoder: PromptEncoder, job: Job, param: str
+) -> None:
+    failed = refusal(encoder, msgspec.structs.replace(job, max_model_len=32))
+    assert (failed.code, failed.param) == ("context_length_exceeded", param)
+    assert failed.message.endswith("the context length is the 32 tokens that the KV cache holds")
+    (outcome,) = encoder.encode([msgspec.structs.replace(ids_job([5] * 30, SamplingParams()), max_model_len=32)])
+    assert isinstance(outcome, Generate)
+    assert outcome.max_tokens == 2
+
+
 def test_min_tokens_beyond_the_context_length_is_refused(encoder: PromptEncoder) -> None:
     failed = refusal(encoder, ids_job([5] * 60, SamplingParams(min_tokens=5)))
     assert (failed.code, failed.param) == ("context_length_exceeded", "min_tokens")
