@@ -60,7 +60,7 @@ def short_path() -> Iterator[Path]:
 
 
 def encode(rid: int, *resume: Resume, params: SamplingParams = PARAMS) -> EncodeIds:
-    return EncodeIds(rid, int32(*PROMPT), params, "", resume)
+    return EncodeIds(rid, int32(*PROMPT), params, "", resume, INFO.max_model_len)
 
 
 @pytest.mark.parametrize("phase", PHASES)
