@@ -228,15 +228,15 @@ async def test_a_new_tokenizer_first_hears_who_else_was_replaced_and_last_the_qu
         await ring.sent("tokenizer.0")
         ring.lose("tokenizer_proc", 0, 1)
         empty = (Resume(0, b"", 0),)
-        questions = [TokenizeText(0, "ab", True, False), Detokenize(1, int32(5))]
+        questions = [TokenizeText(0, "ab", True, False, INFO.max_model_len), Detokenize(1, int32(5))]
         assert await ring.sent("tokenizer.0") == [
             *relinks,
             Abort(4),
-            EncodeIds(7, int32(*PROMPT), PARAMS, "", empty),
+            encode(7, *empty),
             Abort(5),
-            EncodeText(8, "text", PARAMS, "", empty),
+            EncodeText(8, "text", PARAMS, "", empty, INFO.max_model_len),
             Abort(6),
-            EncodeChat(9, b"[{}]", PARAMS, "", resume=empty),
+            EncodeChat(9, b"[{}]", PARAMS, "", resume=empty, max_model_len=INFO.max_model_len),
             *questions,
         ]
         assert ring.unacked() == [2 + 4 + 12 + 4 + 4]
