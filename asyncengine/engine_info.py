@@ -6,7 +6,12 @@ from typing import Literal
 
 import msgspec
 
-from asyncengine.config import SchedulingPolicy, ToolCallFormat
+from asyncengine.config import (
+    DEFAULT_QUEUE_TIMEOUT_SECONDS,
+    DEFAULT_REQUEST_TIMEOUT_SECONDS,
+    SchedulingPolicy,
+    ToolCallFormat,
+)
 from asyncengine.wire.messages import MemoryAccount
 
 HealthState = Literal["starting", "ready", "stalled", "recovering", "failed", "closed"]
@@ -33,6 +38,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int
     memory: MemoryAccount = MemoryAccount()
     scheduling_policy: SchedulingPolicy = "fcfs"
+    queue_timeout_seconds: float = DEFAULT_QUEUE_TIMEOUT_SECONDS
+    request_timeout_seconds: float = DEFAULT_REQUEST_TIMEOUT_SECONDS
     num_graphs: int = 0
     num_kernels: int = 0
     kernels_compiled: int = 0

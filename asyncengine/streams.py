@@ -19,6 +19,9 @@ FINISH_REASONS = {
     Finish.ABORT: "abort",
 }
 
+ENTRY_BYTES = 150
+"""About what a token's log-probability takes here, and each of those beside it."""
+
 
 class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """A conversation for the model's chat template: messages are {"role": ..., "content": ...} objects, tools
@@ -264,6 +267,17 @@ class RequestStream:
     def over(self) -> bool:
         """Nothing is left to take, and nothing will come but perhaps what `take` raises."""
         return not self._pending and self.ended
+
+    @property
+    def pending_bytes(self) -> int:
+        """About how much memory the news takes that nobody has taken."""
+        size = 0
+        for index in self._pending:
+            choice = self._choices[index]
+            size += len(choice.text) + len(choice.ids)
+            if choice.logprobs:
+                size += len(choice.logprobs) * ENTRY_BYTES * (1 + len(choice.logprobs[-1].top))
+        return size
 
     def take(self) -> list[Delta]:
         """All news, oldest first, without waiting. Raises what `fail` was given when no news is left."""

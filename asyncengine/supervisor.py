@@ -72,7 +72,8 @@ class Supervisor:
 
     `modules` names the module run for a role where it is not the role's own package. `on_failure` is called once, with
     a sentence, when a process is lost after start-up. `api_workers` processes serve HTTP on the listening sockets
-    `listen_fds`, the console too if asked for; none where this process does that itself.
+    `listen_fds`, the console too if asked for, to callers with a key of `key_digests`; none where this process does
+    that itself.
     """
 
     def __init__(
@@ -85,11 +86,13 @@ class Supervisor:
         api_workers: int = 0,
         listen_fds: tuple[int, ...] = (),
         console: bool = True,
+        key_digests: tuple[bytes, ...] = (),
     ) -> None:
         self._config = config
         self._api_workers = api_workers
         self._listen_fds = listen_fds
         self._console = console
+        self._key_digests = key_digests
         self._on_failure = on_failure
         self._progress = progress
         self._modules: dict[Role, str] = {"api_worker": "asyncengine.api.worker", **(modules or {})}
@@ -161,6 +164,8 @@ class Supervisor:
             model=self._config.served_model_name or model.served_name,
             model_path=str(model.path),
             scheduling_policy=self._config.scheduling_policy,
+            queue_timeout_seconds=self._config.queue_timeout_seconds,
+            request_timeout_seconds=self._config.request_timeout_seconds,
             has_chat_template=tokenizer.has_chat_template,
             tool_call_format=tool_call_format(self._config, tokenizer),
             reasoning=reasoning(self._config, tokenizer),
@@ -233,6 +238,7 @@ class Supervisor:
             listen_fds=self._listen_fds if child.role == "api_worker" else (),
             api_workers=self._api_workers,
             console=self._console,
+            key_digests=self._key_digests if child.role == "api_worker" else (),
         )
 
     async def _watch(self, child: Child) -> None:

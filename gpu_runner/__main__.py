@@ -18,6 +18,7 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
     from gpu_runner.inbox import Inbox
     from gpu_runner.loop import Loop
     from gpu_runner.outbox import Outbox
+    from gpu_runner.schedule.limits import QueueLimits
     from gpu_runner.schedule.scheduler import Scheduler, num_slots_for
 
     engine = config.engine
@@ -44,7 +45,13 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
             mask_words=executor.masks.words,
         )
         grammar = GrammarGate(pipes=pipes, rows=scheduler.masked_rows, setup=setup)
-    inbox = Inbox(pipes=pipes, scheduler=scheduler, vocab_size=executor.model_config.vocab_size, grammar=grammar)
+    inbox = Inbox(
+        pipes=pipes,
+        scheduler=scheduler,
+        vocab_size=executor.model_config.vocab_size,
+        limits=QueueLimits(engine.max_queued_requests, engine.max_queued_tokens),
+        grammar=grammar,
+    )
     outbox = Outbox(pipes=pipes, detokenizers=engine.detokenizer_workers)
     account = StepAccount(RingWriter(config.run_dir, config.role, config.index, StepRecord))
     # first, so that whoever hears "ready" has gauges

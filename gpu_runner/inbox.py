@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from asyncengine.config import API_WORKER_SHIFT
-from asyncengine.errors import EngineError, InvalidRequestError
+from asyncengine.errors import EngineError, InvalidRequestError, QueueFullError
 from asyncengine.wire.messages import Abort, Failed, Generate, StopHit, ToRunner, ToRunnerControl
 from asyncengine.wire.pipes import Pipes, Poller, Sender
 from gpu_runner.grammar.gate import GrammarGate
+from gpu_runner.schedule.limits import QueueLimits
 from gpu_runner.schedule.scheduler import Scheduler
 
 RETRY_MS = 1
@@ -23,7 +24,13 @@ class Inbox:
     """
 
     def __init__(
-        self, *, pipes: Pipes, scheduler: Scheduler, vocab_size: int, grammar: GrammarGate | None = None
+        self,
+        *,
+        pipes: Pipes,
+        scheduler: Scheduler,
+        vocab_size: int,
+        limits: QueueLimits,
+        grammar: GrammarGate | None = None,
     ) -> None:
         """grammar: None where no text can have a structure, because nothing would end it or no device sees masks."""
         self._requests = pipes.receiver("runner.requests", ToRunner)
@@ -37,6 +44,7 @@ class Inbox:
         self._engines: dict[int, Sender] = {}
         self._scheduler = scheduler
         self._vocab_size = vocab_size
+        self._limits = limits
 
     def drain(self) -> None:
         """Take in all that has arrived, without waiting."""
@@ -75,6 +83,11 @@ class Inbox:
                 self._abort(message.rid)
 
     def _take(self, message: Generate) -> None:
+        try:
+            self._check_room(message)
+        except QueueFullError as error:
+            self._refuse(message.rid, error)
+            return
         if message.params.structured is None:
             self._add(message)
         elif self._grammar is not None:
@@ -87,6 +100,19 @@ class Inbox:
                 param="structured_outputs",
             )
             self._refuse(message.rid, error)
+
+    def _check_room(self, message: Generate) -> None:
+        """Raises QueueFullError. What goes on after the loss of a process was accepted before."""
+        if message.resume:
+            return
+        queue = self._scheduler.queue
+        self._limits.check(
+            waiting=len(queue) + (0 if self._grammar is None else self._grammar.num_parked),
+            waiting_tokens=queue.num_tokens,
+            n=message.params.n,
+            prompt_len=len(message.ids) // 4,
+            rows=self._scheduler.rows_to_fill,
+        )
 
     def _abort(self, rid: int) -> None:
         if self._grammar is not None:

@@ -161,6 +161,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def rows_to_fill(self) -> int:
+        """How many of the requests that wait may be about to start; none while the first of them finds no room."""
+        return 0 if self._blocked is not None else self._max_num_seqs - self.num_running
+
+    @property
     def has_work(self) -> bool:
         """Whether a later `plan()` may hold rows once the steps in flight are committed."""
         return bool(self._running.num_active or len(self.queue))
@@ -320,18 +325,29 @@ class Scheduler:
                 return
             if not self._start(request):
                 self._blocked = request
-                return
+                request = self._filler(request)
+                if request is None or not self._start(request):
+                    return
             budget -= self._place_chunk(request.slot, budget, draft)
 
+    def _filler(self, head: Request) -> Request | None:
+        """A shorter request to use pages that are too few for `head`. With policy priority rows make room instead."""
+        if self._policy == "priority" or self.num_running >= self._max_num_seqs:
+            return None
+        filler = self.queue.filler(head)
+        if filler is None or not self.rows.has_room(len(filler.prompt), watermark=self.num_running):
+            return None
+        return filler
+
     def _start(self, request: Request) -> bool:
-        """Make the queue's head a prefilling row; False when it has to wait."""
+        """Make a waiting request a prefilling row; False when it has to wait."""
         if self.num_running >= self._max_num_seqs:
             return False
         # One page to grow for every running row, so that what is admitted now is not retracted in the next steps.
         resumed = request.slot >= 0
         if not self.rows.start(request, watermark=self.num_running):
             return False
-        self.queue.pop()
+        self.queue.take(request, resumed=resumed)
         slot = request.slot
         self._slot_of[request.rid] = slot
         self._running.prefill.append(slot)
@@ -345,10 +361,13 @@ class Scheduler:
 
     def _preempt_for_blocked(self) -> None:
         """With policy priority, a request that found no room takes the place of a running row that matters less."""
-        if self._blocked is None or self._blocked.rid not in self.queue or not self._running.num_active:
+        blocked = self._blocked
+        if blocked is not None and blocked.aged:
+            blocked = self.queue.wanted()  # which takes no row from others itself, but must not keep this one from it
+        if blocked is None or blocked.rid not in self.queue or not self._running.num_active:
             return
         victim = self._least_deserving()
-        if self.slots.priority[victim] > self._blocked.params.priority:
+        if self.slots.priority[victim] > blocked.priority:
             self._retract(victim)
 
     # -------------------------------------------------------------------------------------------------- row changes

@@ -85,7 +85,7 @@ class Slots:
         self.prompt_len[slot] = self.known[slot] = prompt_len
         self.tokens[slot, :prompt_len] = request.prompt
         self.limit[slot] = request.limit
-        self.priority[slot] = request.params.priority
+        self.priority[slot] = request.priority
         self.cached_tokens[slot] = 0
         self.score_end[slot] = prompt_len - 1 if request.params.prompt_logprobs is not None else 0
         self.scored[slot] = 0

@@ -10,6 +10,7 @@ from asyncengine.sampling import SamplingParams, Structured
 from asyncengine.wire.messages import Failed, Generate, ToEngine
 from asyncengine.wire.pipes import Pipes, make_run_dir
 from gpu_runner.inbox import Inbox
+from gpu_runner.schedule.limits import QueueLimits
 from gpu_runner.schedule.scheduler import Scheduler
 
 
@@ -18,7 +19,7 @@ def test_structured_output_is_refused_and_other_requests_are_not() -> None:
     pipes = Pipes(run_dir)
     engine = pipes.receiver("engine.0", ToEngine)
     scheduler = Scheduler(num_pages=8, max_model_len=64, max_num_seqs=2, max_num_batched_tokens=16)
-    inbox = Inbox(pipes=pipes, scheduler=scheduler, vocab_size=50)
+    inbox = Inbox(pipes=pipes, scheduler=scheduler, vocab_size=50, limits=QueueLimits(100, 10_000))
     tokenizer = pipes.sender("runner.requests")
     prompt = np.arange(3, dtype=np.int32).tobytes()
     tokenizer.send(Generate(1, prompt, SamplingParams(structured=Structured("regex", "a")), 5, b"", ""))
