@@ -331,7 +331,7 @@ class RequestStream:
         )
 
     def _stop_reason(self, choice: _Choice) -> int | str | None:
-        if choice.finish == Finish.STOP_STRING:
+        if choice.finish == Finish.STOP_STRING and 0 <= choice.stop_reason < len(self._stop):
             return self._stop[choice.stop_reason]
         if choice.finish == Finish.STOP and choice.stop_reason in self._stop_token_ids:
             return choice.stop_reason

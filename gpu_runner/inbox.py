@@ -45,6 +45,7 @@ class Inbox:
         self._scheduler = scheduler
         self._vocab_size = vocab_size
         self._limits = limits
+        self._repeated = 0
 
     def drain(self) -> None:
         """Take in all that has arrived, without waiting."""
@@ -67,8 +68,8 @@ class Inbox:
 
     @property
     def malformed(self) -> int:
-        """Frames that were dropped because they were no message."""
-        return self._requests.malformed + self._control.malformed
+        """Frames that were dropped because they were no message, or one that was there before."""
+        return self._requests.malformed + self._control.malformed + self._repeated
 
     def _take_messages(self) -> None:
         for message in self._requests.drain():
@@ -83,6 +84,9 @@ class Inbox:
                 self._abort(message.rid)
 
     def _take(self, message: Generate) -> None:
+        if any(self._scheduler.knows(message.rid + choice) for choice in range(message.params.n)):
+            self._repeated += 1
+            return
         try:
             self._check_room(message)
         except QueueFullError as error:

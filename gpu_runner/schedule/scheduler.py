@@ -137,6 +137,10 @@ class Scheduler:
             )
             self._next_arrival += 1
 
+    def knows(self, rid: int) -> bool:
+        """Whether it waits or runs."""
+        return rid in self.queue or rid in self._slot_of
+
     def abort(self, rid: int) -> None:
         """End `rid` wherever it is; unknown rids (ended already, or not here yet) are ignored."""
         request = self.queue.remove(rid)
