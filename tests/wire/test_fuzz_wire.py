@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from typing import Any
 
 import msgspec
@@ -11,69 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fuzzing import counted, mutate, slice_of
+from support.wire_examples import DELTAS, ENCODE, FRAME, GENERATE, ints
 
-from asyncengine.sampling import SamplingParams
 from asyncengine.streams import RequestStream
-from asyncengine.wire.messages import (
-    Deltas,
-    DetokenizeOptions,
-    Finish,
-    Generate,
-    LogprobColumns,
-    Open,
-    Openings,
-    Resume,
-    StepFrame,
-    ToDetokenizer,
-    ToEngine,
-    ToRunner,
-    ToRunnerControl,
-    ToTokenizer,
-)
-
-ENCODE = msgspec.msgpack.Encoder().encode
-
-
-def ints(*values: int) -> bytes:
-    return array("i", values).tobytes()
-
-
-DETOK = ENCODE(DetokenizeOptions(("stop",), True, False, ints(1, 2), logprobs=True))
-FRAME = StepFrame(
-    3,
-    ints(0, 1),
-    ints(1, 1),
-    ints(65, 66),
-    bytes([Finish.NONE, Finish.LENGTH]),
-    (Open(0, 1, 7, DETOK, 2, 0), Open(1, 1, 8, DETOK, 2, 0)),
-    ints(0),
-    array("f", [-1.0]).tobytes(),
-    ints(2),
-    ints(65, 66),
-    array("f", [-1.0, -2.0]).tobytes(),
-)
-DELTAS = Deltas(
-    array("Q", [7, 8]).tobytes(),
-    b"abc",
-    ints(1, 3),
-    ints(65, 66, 67),
-    ints(1, 3),
-    bytes([Finish.NONE, Finish.STOP_STRING]),
-    ints(-1, 0),
-    ints(2, 2),
-    ints(0, 0),
-    logprobs=LogprobColumns(
-        ints(1, 2),
-        ints(0, 1),
-        ints(1, 3),
-        ints(65, 66, 67),
-        array("f", [-1.0, -1.0, -2.0]).tobytes(),
-        b"abc",
-        ints(1, 2, 3),
-    ),
-    openings=Openings(ints(0, 1), array("q", [1, 2, 3, 1, 2, 3]).tobytes()),
-)
-GENERATE = Generate(7, ints(1, 2, 3), SamplingParams(n=2), 5, DETOK, "ns", (Resume(0, ints(4), 1),))
+from asyncengine.wire.messages import Finish, ToDetokenizer, ToEngine, ToRunner, ToRunnerControl, ToTokenizer
 
 
 @pytest.mark.parametrize("types", [ToDetokenizer, ToEngine, ToRunner, ToRunnerControl, ToTokenizer])
@@ -106,7 +46,7 @@ def test_a_column_of_another_length_is_no_message(valid: msgspec.Struct) -> None
                 with pytest.raises(ValueError, match="contradict"):
                     msgspec.structs.replace(valid, **{name: wrong})
                 checked += 1
-    assert checked or isinstance(valid, Generate)
+    assert checked
 
 
 @pytest.mark.parametrize("ends", [(3, 1), (-1, 3), (1, 4), (1, 2), (2**31 - 1, 3)])
