@@ -89,8 +89,8 @@ class Inbox:
             return
         try:
             self._check_room(message)
-        except QueueFullError as error:
-            self._refuse(message.rid, error)
+        except QueueFullError as full:
+            self._refuse(message.rid, full)
             return
         if message.params.structured is None:
             self._add(message)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 from aiohttp import web
 
@@ -15,7 +16,7 @@ OPEN_ROUTES = frozenset({"health", "ready"})
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def key_check(digests: Sequence[bytes]) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+def key_check(digests: Sequence[bytes]) -> Callable[[web.Request, Handler], Coroutine[Any, Any, web.StreamResponse]]:
     """A middleware that wants `Authorization: Bearer KEY`, one of those keys, for all but `OPEN_ROUTES`.
 
     It goes by the route that was matched, never by the path's text, which the same route may be reached by in several

@@ -70,10 +70,10 @@ class Generation:
             async with patience.beginning():
                 news = await anext(batches)
             async with patience.whole():
-                while news is not None:
+                while news:
                     for index, delta in news:
                         answers.setdefault(index, Answer()).add(delta)
-                    news = await anext(batches, None)
+                    news = await anext(batches, [])
         body = self._shape.response(answers, self._usage.total())
         return web.Response(body=body, content_type="application/json", headers=headers)
 

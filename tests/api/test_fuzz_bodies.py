@@ -63,7 +63,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "seed": 7,
     },
 }
-ODD = st.one_of(
+ODD: st.SearchStrategy[Any] = st.one_of(
     st.none(),
     st.booleans(),
     st.sampled_from([-1, 0, 1, 2**31, 2**63, 2**64, -(2**63) - 1, 10**400, 0.5, -0.0, 1e308]),

@@ -20,7 +20,7 @@ from gpu_runner.models.registry import FAMILIES, read_model_config
 from gpu_runner.models.safetensors_folder import SafetensorsFolder
 
 MOST_BYTES = 64 * 1024 * 1024
-ODD = st.sampled_from([-1, 0, 1, 3, 2**31, 2**62, 2**63, 2**64, 10**30, "x", None, 1.5, [], {}])
+ODD: st.SearchStrategy[Any] = st.sampled_from([-1, 0, 1, 3, 2**31, 2**62, 2**63, 2**64, 10**30, "x", None, 1.5, [], {}])
 
 
 def open_head(path: Path) -> None:
