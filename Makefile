@@ -34,12 +34,14 @@ comma := ,
 say = @printf '==> %s\n' "$(1)"
 
 .DELETE_ON_ERROR:
-.PHONY: help serve test lint types unit chaos format install dev model tokenizers need-python need-npm try-chromium clean
+.PHONY: help serve test lint types unit chaos fuzz format install dev model tokenizers need-python need-npm try-chromium \
+	clean
 
 help:
 	@echo "make serve   serve MODEL=$(MODEL) on 127.0.0.1:$(PORT) (ARGS=\"...\" for more flags)"
 	@echo "make test    all checks: lint, types, unit (each also on its own)"
 	@echo "make chaos   kill a server's processes under load and compare every answer (SECONDS=$(SECONDS) SEED=$(SEED) ARGS=\"--help\")"
+	@echo "make fuzz    FUZZ_INPUTS=$(FUZZ_INPUTS) random inputs for each reader of what others write"
 	@echo "make format  rewrite the code in the project's format"
 	@echo "make clean   remove the environment and everything built or fetched"
 
@@ -66,6 +68,11 @@ unit: $(INSTALLED_DEV) $(INSTALLED_MODEL) $(FETCHED)
 
 chaos: $(INSTALLED_DEV) $(INSTALLED_MODEL)
 	@PYTHONPATH=.:tests $(BIN)/python -m chaos --seconds $(SECONDS) --seed $(SEED) $(ARGS)
+
+# each fuzzer with FUZZ_INPUTS inputs, other ones each time
+FUZZ_INPUTS ?= 20000
+fuzz: $(INSTALLED_DEV)
+	@FUZZ_INPUTS=$(FUZZ_INPUTS) $(BIN)/python -m pytest -s --timeout 0 tests/*/test_fuzz_*.py $(PYTEST)
 
 format: $(INSTALLED_DEV)
 	@$(BIN)/ruff format .

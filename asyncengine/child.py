@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from asyncengine.api_keys import API_KEY_VARIABLE
 from asyncengine.config import EngineConfig, Role, SidecarConfig, runs_on_cpu
 from asyncengine.errors import StartupError
 from asyncengine.wire.messages import Ready
@@ -137,6 +138,7 @@ def sidecar_environment(environ: Mapping[str, str], config: EngineConfig, role: 
     """A sidecar's environment: an allow-list of this process's and how many threads to use. No tokens, no keys, but for
     those of an OpenTelemetry collector where its spans are made."""
     env = {k: v for k, v in environ.items() if k in ENVIRONMENT_NAMES or k.startswith(ENVIRONMENT_PREFIXES)}
+    env.pop(API_KEY_VARIABLE, None)
     cores = len(os.sched_getaffinity(0))
     if role == "gpu_runner":
         env.setdefault("OMP_NUM_THREADS", str(cores if runs_on_cpu(config) else 1))

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from asyncengine.api_keys import API_KEY_VARIABLE, digest_of, read_api_keys
 from asyncengine.bench.command import add_bench_options
 from asyncengine.config import EngineConfig, Role, runs_on_cpu
 from asyncengine.engine_options import add_engine_options, engine_config
@@ -62,7 +63,10 @@ def build_parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="serve a model over an OpenAI-compatible HTTP API")
     serve.set_defaults(command=serve_command)
     serve.add_argument(
-        "--host", default="127.0.0.1", metavar="ADDRESS", help="loopback address to listen on (default: %(default)s)"
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address to listen on; one that other machines reach needs an API key (default: %(default)s)",
     )
     serve.add_argument(
         "--port",
@@ -70,6 +74,12 @@ def build_parser() -> argparse.ArgumentParser:
         default=8000,
         metavar="PORT",
         help="port to listen on, 0 = any free one (default: %(default)s)",
+    )
+    serve.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help=f"API keys, one a line; with them, or with one in {API_KEY_VARIABLE}, every request but for /health and "
+        "/ready needs one, and the console, which has none, is off (default: none)",
     )
     serve.add_argument(
         "--api-workers",
@@ -119,11 +129,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def serve_command(args: argparse.Namespace) -> int:
-    if args.host not in LOOPBACK_HOSTS:
+    keys = read_api_keys(args.api_key_file, os.environ)
+    if args.host not in LOOPBACK_HOSTS and not keys:
         raise StartupError(
-            f"refusing to listen on {args.host}: there is no access control yet, so --host must be one of "
-            f"{', '.join(LOOPBACK_HOSTS)}"
+            f"refusing to listen on {args.host}, which other machines reach, without an API key: set --api-key-file or "
+            f"{API_KEY_VARIABLE}, or take one of {', '.join(LOOPBACK_HOSTS)}"
         )
+    args.key_digests = tuple(map(digest_of, keys))
+    args.console = args.console and not keys
     if not 0 <= args.port <= 65535:
         raise StartupError(f"--port must be from 0 to 65535, got {args.port}")
     if not 0 <= args.drain_timeout_seconds <= MAX_DRAIN_SECONDS:
@@ -196,11 +209,15 @@ async def _serve(config: EngineConfig, args: argparse.Namespace) -> None:
             print("\n".join(report(engine.info)), file=sys.stderr, flush=True)
         stack.push_async_callback(engine.close)
         freeze_start_up()
-        runner = await run_app(engine, args.host, args.port, tracing=tracing, console=args.console)
+        runner = await run_app(
+            engine, args.host, args.port, tracing=tracing, console=args.console, key_digests=args.key_digests
+        )
         stack.push_async_callback(runner.cleanup)
         # closed before the server, the engine ends every stream with an error that its client can read
         stack.push_async_callback(engine.close)
-        print(ready_text(engine.info.model, args.host, bound_port(runner), console=args.console), flush=True)
+        port = bound_port(runner)
+        text = ready_text(engine.info.model, args.host, port, console=args.console, key=bool(args.key_digests))
+        print(text, flush=True)
         await serve_out(engine, args.drain_timeout_seconds)
 
 
@@ -217,25 +234,28 @@ async def _serve_with_workers(config: EngineConfig, args: argparse.Namespace, wo
                 bind(args.host, args.port),
                 workers=workers,
                 console=args.console,
+                key_digests=args.key_digests,
                 progress=progress,
                 modules=args.modules,
             )
             stack.push_async_callback(group.close)
             await group.start()
             print("\n".join(report(group.info)), file=sys.stderr, flush=True)
-        print(ready_text(group.info.model, args.host, group.port, console=args.console), flush=True)
+        text = ready_text(group.info.model, args.host, group.port, console=args.console, key=bool(args.key_digests))
+        print(text, flush=True)
         await serve_out(group, args.drain_timeout_seconds)
 
 
-def ready_text(model: str, host: str, port: int, *, console: bool = True) -> str:
+def ready_text(model: str, host: str, port: int, *, console: bool = True, key: bool = False) -> str:
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     body = json.dumps(
         {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}], "stream": True}
     )
     browser = f"\n  # or in a browser: {url}/" if console else ""
+    shown = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if key else ""
     return (
         f"Ready: {model} at {url}\n"
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}{browser}"
+        f"  curl {url}/v1/chat/completions{shown} -H 'Content-Type: application/json' -d {shlex.quote(body)}{browser}"
     )
 
 

@@ -31,10 +31,10 @@ ID_PREFIXES = ("cmpl", "chatcmpl")
 class AsyncClient:
     """A server's models, for use as `async with AsyncClient("http://127.0.0.1:8000") as client`.
 
-    base_url: with or without its /v1. model: the name to ask for; None takes the one the server has. timeouts, retry:
-    of every request; None takes the defaults. max_connections: requests that are at the server at once, others wait for
-    one of them to end; None for any number. sleep, chance: how it waits before it asks again, and its random numbers
-    from 0 to below 1.
+    base_url: with or without its /v1. model: the name to ask for; None takes the one the server has. api_key: for a
+    server that wants one. timeouts, retry: of every request; None takes the defaults. max_connections: requests that
+    are at the server at once, others wait for one of them to end; None for any number. sleep, chance: how it waits
+    before it asks again, and its random numbers from 0 to below 1.
 
     One client serves any number of concurrent requests. The server must be this one: deltas need fields that others do
     not send.
@@ -45,6 +45,7 @@ class AsyncClient:
         base_url: str,
         *,
         model: str | None = None,
+        api_key: str | None = None,
         timeouts: Timeouts | None = None,
         retry: RetryPolicy | None = None,
         max_connections: int | None = None,
@@ -53,6 +54,7 @@ class AsyncClient:
     ) -> None:
         self._base_url = base_url.rstrip("/").removesuffix("/v1")
         self._model = model
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._timeouts = timeouts or Timeouts()
         self._retry = retry or RetryPolicy()
         self._max_connections = max_connections
@@ -64,6 +66,7 @@ class AsyncClient:
         # aiohttp's own limits of time are off but for connecting: `TimeLimits` has the others
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None),
+            headers=self._headers,
             connector=aiohttp.TCPConnector(limit=self._max_connections or 0),
         )
         return self

@@ -9,7 +9,13 @@ import aiohttp
 import msgspec
 
 from asyncengine.engine_info import Health
-from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError
+from asyncengine.errors import (
+    EngineDeadError,
+    EngineError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestTimeoutError,
+)
 from asyncengine.logprobs import TokenLogprob, TopLogprob
 from asyncengine.sampling import SamplingParams, Structured
 from asyncengine.streams import ChatPrompt, Delta, ToolCallDelta
@@ -239,6 +245,8 @@ def error_of(body: bytes, status: int) -> EngineError:
 def _typed_error(error: _ErrorJson, status: int) -> EngineError:
     if error.type == OverloadedError.type or status in (429, 503):
         kind: type[EngineError] = OverloadedError
+    elif error.type == RequestTimeoutError.type:
+        kind = RequestTimeoutError
     elif error.type == InvalidRequestError.type or 400 <= status < 500:
         kind = InvalidRequestError
     elif error.type == EngineDeadError.type and error.code != "internal_error":

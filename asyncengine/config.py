@@ -30,6 +30,8 @@ MAX_TOP_LOGPROBS = 20
 """Most likely tokens that a step reports of a row."""
 DEFAULT_STEP_TOKENS_GPU = 2048
 DEFAULT_STEP_TOKENS_CPU = 256
+DEFAULT_QUEUE_TIMEOUT_SECONDS = 600.0
+DEFAULT_REQUEST_TIMEOUT_SECONDS = 7200.0
 GrammarJob = Literal["check", "match"]
 API_WORKER_SHIFT = 56
 """A rid's top 8 bits name the API worker that minted it; the low 56 bits count."""
@@ -48,6 +50,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         quarter of free host memory on a CPU, at most what `max_num_seqs` full-length rows need).
     tool_call_parser, reasoning_parser: how the model writes its tool calls and its reasoning; "auto" is what its chat
         template shows.
+    max_queued_requests, max_queued_tokens: requests, and tokens of their prompts, that may wait to be scheduled; each
+        of n choices counts. What comes on top is refused at once. One request may have more tokens if no other waits.
+    queue_timeout_seconds: a request of which nothing has come for so long since it arrived ends with an error;
+        request_timeout_seconds: and so does one that is not complete. The HTTP server keeps these two.
     max_crashes, crash_window_seconds: a sidecar that is lost is replaced and its work taken up again; so many losses
         within that time end the engine. 1 = the first does.
     hang_timeout_seconds: a sidecar that gives no sign of life for so long is killed, and so replaced; gpu_runner on a
@@ -66,6 +72,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_tokens: int | None = None
     enable_prefix_caching: bool = True
     scheduling_policy: SchedulingPolicy = "fcfs"
+    max_queued_requests: int = 4096
+    max_queued_tokens: int = 16 * 2**20
+    queue_timeout_seconds: float = DEFAULT_QUEUE_TIMEOUT_SECONDS
+    request_timeout_seconds: float = DEFAULT_REQUEST_TIMEOUT_SECONDS
     chat_template: str | None = None
     tool_call_parser: ToolCallParserName = "auto"
     reasoning_parser: ReasoningParserName = "auto"
@@ -93,6 +103,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("max_num_seqs", 1, 8192),
             ("max_num_batched_tokens", 16, 2**20),
             ("kv_cache_tokens", 1, 2**40),
+            ("max_queued_requests", 0, 2**20),
+            ("max_queued_tokens", 0, 2**30),
+            ("queue_timeout_seconds", 0.001, 1e6),
+            ("request_timeout_seconds", 0.001, 1e7),
             ("tokenizer_workers", 1, 64),
             ("detokenizer_workers", 1, 64),
             ("max_crashes", 1, 10**6),
@@ -130,6 +144,7 @@ class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_path: the model folder or .gguf file on this machine, already resolved. run_dir: the 0700 directory that
     holds the engine's ipc sockets. index: which of the role's workers this is. listen_fds: of an API worker, the
     inherited sockets on which it serves. api_workers: how many such workers there are. console: whether they serve it.
+    key_digests: of an API worker, of the keys that its callers must show one of (see `api_keys`).
     life: how many were in its place before it and were lost. lives: the same of every other process that has been
     replaced, by `worker_key`.
     """
@@ -142,6 +157,7 @@ class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):
     listen_fds: tuple[int, ...] = ()
     api_workers: int = 0
     console: bool = True
+    key_digests: tuple[bytes, ...] = ()
     life: int = 0
     lives: dict[str, int] = {}
 

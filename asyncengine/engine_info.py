@@ -6,7 +6,13 @@ from typing import Literal
 
 import msgspec
 
-from asyncengine.config import EngineConfig, SchedulingPolicy, ToolCallFormat
+from asyncengine.config import (
+    DEFAULT_QUEUE_TIMEOUT_SECONDS,
+    DEFAULT_REQUEST_TIMEOUT_SECONDS,
+    EngineConfig,
+    SchedulingPolicy,
+    ToolCallFormat,
+)
 from asyncengine.model_files import ResolvedModel
 from asyncengine.wire.messages import MemoryAccount, RunnerInfo, TokenizerInfo
 
@@ -34,6 +40,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int
     memory: MemoryAccount = MemoryAccount()
     scheduling_policy: SchedulingPolicy = "fcfs"
+    queue_timeout_seconds: float = DEFAULT_QUEUE_TIMEOUT_SECONDS
+    request_timeout_seconds: float = DEFAULT_REQUEST_TIMEOUT_SECONDS
     num_graphs: int = 0
     num_kernels: int = 0
     kernels_compiled: int = 0
@@ -63,6 +71,8 @@ def describe_engine(
         model=config.served_model_name or model.served_name,
         model_path=str(model.path),
         scheduling_policy=config.scheduling_policy,
+        queue_timeout_seconds=config.queue_timeout_seconds,
+        request_timeout_seconds=config.request_timeout_seconds,
         has_chat_template=tokenizer.has_chat_template,
         tool_call_format=_tool_call_format(config, tokenizer),
         reasoning=tokenizer.reasoning if config.reasoning_parser == "auto" else config.reasoning_parser == "think",

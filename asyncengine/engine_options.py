@@ -100,6 +100,35 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="which waiting request is next (default: %(default)s)",
     )
     engine.add_argument(
+        "--max-queued-requests",
+        type=int,
+        default=default.max_queued_requests,
+        metavar="REQUESTS",
+        help="requests that may wait to be scheduled, on top of which clients get a 429 at once; each of n choices "
+        "counts (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--max-queued-tokens",
+        type=int,
+        default=default.max_queued_tokens,
+        metavar="TOKENS",
+        help="the same of the tokens of their prompts (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--queue-timeout-seconds",
+        type=float,
+        default=default.queue_timeout_seconds,
+        metavar="SECONDS",
+        help="a request that gets no first token for so long ends with a 503 (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--request-timeout-seconds",
+        type=float,
+        default=default.request_timeout_seconds,
+        metavar="SECONDS",
+        help="a request that is not complete after so long ends with an error (default: %(default)s)",
+    )
+    engine.add_argument(
         "--chat-template", metavar="FILE", help="a Jinja file for chats (default: the model's own template)"
     )
     engine.add_argument(

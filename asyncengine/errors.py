@@ -30,8 +30,14 @@ class OverloadedError(EngineError):
     type = "overloaded_error"
 
 
+class QueueFullError(OverloadedError):
+    """As many requests as may wait are waiting already: this one was turned away at once."""
+
+    status = 429
+
+
 class RequestTimeoutError(EngineError):
-    """The caller's own limit of time has passed; the request was cancelled. `code` names the limit."""
+    """A limit of time has passed, the caller's own or the server's; the request was cancelled. `code` names it."""
 
     status = 504
     type = "timeout_error"

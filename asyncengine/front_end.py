@@ -19,7 +19,14 @@ import msgspec
 from asyncengine.config import API_WORKER_SHIFT, Role
 from asyncengine.delta_feed import DeltaFeed
 from asyncengine.engine_info import DRAINING, EngineInfo, HealthState
-from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError, StartupError
+from asyncengine.errors import (
+    EngineDeadError,
+    EngineError,
+    InvalidRequestError,
+    OverloadedError,
+    QueueFullError,
+    StartupError,
+)
 from asyncengine.gc_clock import GcClock
 from asyncengine.links import Links, Lives
 from asyncengine.metrics import RequestMetrics, Totals, read_totals
@@ -53,6 +60,8 @@ UNREAD_MESSAGES = 2
 """A sender's messages that may wait here unread. A detokenizer that finds no room merges what follows, so that a
 process that is behind gets fewer and longer deltas instead of late ones."""
 RETRY_SECONDS = 0.01
+REFUSALS = {kind.status: kind for kind in (InvalidRequestError, OverloadedError, QueueFullError)}
+"""What a `Failed` becomes, by its status; an `EngineError` for any other."""
 
 
 class FrontEnd:
@@ -308,8 +317,7 @@ class FrontEnd:
                 self._questions.answer(message.call, message.found)
 
     def _refuse(self, failed: Failed) -> None:
-        kind = InvalidRequestError if failed.status == 400 else OverloadedError if failed.status == 503 else EngineError
-        error = kind(failed.message, code=failed.code or None, param=failed.param)
+        error = REFUSALS.get(failed.status, EngineError)(failed.message, code=failed.code or None, param=failed.param)
         choice = self._requests.get(failed.rid)
         if choice is None:
             self._questions.fail(failed.rid, error)

@@ -19,6 +19,9 @@ FINISH_REASONS = {
     Finish.ABORT: "abort",
 }
 
+ENTRY_BYTES = 150
+"""About what a token's log-probability takes here, and each of those beside it."""
+
 
 class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """A conversation for the model's chat template: messages are {"role": ..., "content": ...} objects, tools
@@ -290,6 +293,17 @@ class RequestStream:
         """Nothing is left to take, and nothing will come but perhaps what `take` raises."""
         return not self._pending and self.ended
 
+    @property
+    def pending_bytes(self) -> int:
+        """About how much memory the news takes that nobody has taken."""
+        size = 0
+        for index in self._pending:
+            choice = self._choices[index]
+            size += len(choice.text) + len(choice.ids) - choice.taken
+            if choice.logprobs:
+                size += len(choice.logprobs) * ENTRY_BYTES * (1 + len(choice.logprobs[-1].top))
+        return size
+
     def take(self) -> list[Delta]:
         """All news, oldest first, without waiting. Raises what `fail` was given when no news is left."""
         if not self._pending and self._error is not None:
@@ -342,7 +356,7 @@ class RequestStream:
         )
 
     def _stop_reason(self, choice: _Choice) -> int | str | None:
-        if choice.finish == Finish.STOP_STRING:
+        if choice.finish == Finish.STOP_STRING and 0 <= choice.stop_reason < len(self._stop):
             return self._stop[choice.stop_reason]
         if choice.finish == Finish.STOP and choice.stop_reason in self._stop_token_ids:
             return choice.stop_reason

@@ -47,7 +47,8 @@ class Supervisor:
     `modules` names the module run for a role where it is not the role's own package. `on_failure` is called once, with
     a sentence, when the engine has come to its end after start-up. `on_relink` is called when number `life` is ready in
     the place of a lost sidecar, which may be before `launch` returns. `api_workers` processes serve HTTP on the
-    listening sockets `listen_fds`, the console too if asked for; none where this process does that itself.
+    listening sockets `listen_fds`, the console too if asked for, to callers with a key of `key_digests`; none where
+    this process does that itself.
     """
 
     def __init__(
@@ -61,11 +62,13 @@ class Supervisor:
         api_workers: int = 0,
         listen_fds: tuple[int, ...] = (),
         console: bool = True,
+        key_digests: tuple[bytes, ...] = (),
     ) -> None:
         self._config = config
         self._api_workers = api_workers
         self._listen_fds = listen_fds
         self._console = console
+        self._key_digests = key_digests
         self._on_failure = on_failure
         self._on_relink = on_relink
         self._progress = progress
@@ -231,6 +234,7 @@ class Supervisor:
             console=self._console,
             life=child.life,
             lives={worker_key(other.role, other.index): other.life for other in others if other.life},
+            key_digests=self._key_digests if child.role == "api_worker" else (),
         )
 
     async def _watch(self, child: Child) -> None:

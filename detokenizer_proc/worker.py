@@ -75,6 +75,7 @@ class Worker:
         self._automaton = lru_cache(maxsize=CACHED_AUTOMATA)(StopAutomaton)
         self._stop_hits = 0
         self._bad_ids = 0
+        self._bad_opens = 0
 
     def turn(self, wait_ms: int) -> None:
         """Wait for a frame, take all that have arrived, send what they produced. Comes back early, to try again, while
@@ -100,7 +101,7 @@ class Worker:
             "pending": sum(outbox.waiting for outbox in self._outboxes.values()),
             "stop_hits": self._stop_hits,
             "bad_ids": self._bad_ids,
-            "malformed": self._frames.malformed,
+            "malformed": self._frames.malformed + self._bad_opens,
         }
 
     def take(self, frame: StepFrame) -> None:
@@ -168,7 +169,11 @@ class Worker:
                 delta.text.append(text)
 
     def _open(self, opened: Open) -> None:
-        options = self._options.decode(opened.detok)
+        try:
+            options = self._options.decode(opened.detok)
+        except (msgspec.DecodeError, ValueError):
+            self._bad_opens += 1  # its tokens are those of no open row
+            return
         stream = self._vocabulary.open(
             skip_special_tokens=options.skip_special_tokens,
             prompt_tail=_int32(options.prompt_tail),

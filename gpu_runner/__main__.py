@@ -18,6 +18,7 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
     from gpu_runner.inbox import Inbox
     from gpu_runner.loop import Loop
     from gpu_runner.outbox import Outbox
+    from gpu_runner.schedule.limits import QueueLimits
     from gpu_runner.schedule.scheduler import Scheduler, num_slots_for
 
     engine = config.engine
@@ -51,6 +52,7 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
         scheduler=scheduler,
         outbox=outbox,
         vocab_size=executor.model_config.vocab_size,
+        limits=QueueLimits(engine.max_queued_requests, engine.max_queued_tokens),
         grammar=grammar,
         life=config.life,
     )

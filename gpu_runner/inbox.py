@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from asyncengine.config import API_WORKER_SHIFT
-from asyncengine.errors import EngineError, InvalidRequestError
+from asyncengine.errors import EngineError, InvalidRequestError, QueueFullError
 from asyncengine.wire.messages import Abort, Failed, Generate, StopHit, ToRunner, ToRunnerControl
 from asyncengine.wire.pipes import Pipes, Poller, Sender, pipe_name
 from gpu_runner.grammar.gate import GrammarGate
 from gpu_runner.outbox import Outbox
+from gpu_runner.schedule.limits import QueueLimits
 from gpu_runner.schedule.scheduler import Scheduler
 
 RETRY_MS = 1
@@ -30,6 +31,7 @@ class Inbox:
         scheduler: Scheduler,
         outbox: Outbox,
         vocab_size: int,
+        limits: QueueLimits,
         grammar: GrammarGate | None = None,
         life: int = 0,
     ) -> None:
@@ -47,6 +49,8 @@ class Inbox:
         self._scheduler = scheduler
         self._outbox = outbox
         self._vocab_size = vocab_size
+        self._limits = limits
+        self._repeated = 0
 
     def drain(self) -> None:
         """Take in all that has arrived, without waiting."""
@@ -69,8 +73,8 @@ class Inbox:
 
     @property
     def malformed(self) -> int:
-        """Frames that were dropped because they were no message."""
-        return self._requests.malformed + self._control.malformed
+        """Frames that were dropped because they were no message, or one that was there before."""
+        return self._requests.malformed + self._control.malformed + self._repeated
 
     def _take_messages(self) -> None:
         for message in self._requests.drain():
@@ -87,6 +91,14 @@ class Inbox:
                 self._abort(message.rid)
 
     def _take(self, message: Generate) -> None:
+        if any(self._scheduler.knows(message.rid + choice) for choice in range(message.params.n)):
+            self._repeated += 1
+            return
+        try:
+            self._check_room(message)
+        except QueueFullError as full:
+            self._refuse(message.rid, full)
+            return
         if message.params.structured is None:
             self._add(message)
         elif self._grammar is not None:
@@ -99,6 +111,19 @@ class Inbox:
                 param="structured_outputs",
             )
             self._refuse(message.rid, error)
+
+    def _check_room(self, message: Generate) -> None:
+        """Raises QueueFullError. What goes on after the loss of a process was accepted before."""
+        if message.resume:
+            return
+        queue = self._scheduler.queue
+        self._limits.check(
+            waiting=len(queue) + (0 if self._grammar is None else self._grammar.num_parked),
+            waiting_tokens=queue.num_tokens,
+            n=message.params.n,
+            prompt_len=len(message.ids) // 4,
+            rows=self._scheduler.rows_to_fill,
+        )
 
     def _abort(self, rid: int) -> None:
         if self._grammar is not None:

@@ -47,6 +47,7 @@ from gpu_runner.device.token_masks import TokenMasks
 from gpu_runner.inbox import Inbox
 from gpu_runner.models.config import ModelConfig, RopeConfig
 from gpu_runner.outbox import Outbox
+from gpu_runner.schedule.limits import QueueLimits
 from gpu_runner.schedule.plan import StepPlan
 from gpu_runner.schedule.scheduler import Scheduler, num_slots_for
 
@@ -127,7 +128,8 @@ class Host:
         )
         self.frames = pipes.receiver("detokenizer.0", ToDetokenizer)
         self.outbox = Outbox(pipes=pipes, detokenizers=1)
-        self.inbox = Inbox(pipes=pipes, scheduler=self.scheduler, outbox=self.outbox, vocab_size=VOCAB)
+        limits = QueueLimits(10_000, 2**24)
+        self.inbox = Inbox(pipes=pipes, scheduler=self.scheduler, outbox=self.outbox, vocab_size=VOCAB, limits=limits)
         self.account = StepAccount(RingWriter(run_dir, "gpu_runner", 0, StepRecord))
 
 

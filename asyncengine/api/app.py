@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
+from asyncengine.api.access import key_check
 from asyncengine.api.backend import Backend
 from asyncengine.api.connections import Runner
 from asyncengine.api.console_routes import ConsoleRoutes
@@ -36,11 +38,15 @@ SHUTDOWN_SECONDS = 2.0
 """How long `cleanup` waits for handlers, which end at once when the engine has been closed before."""
 
 
-def make_app(backend: Backend, tracing: Tracing | None = None, *, console: bool = True) -> web.Application:
+def make_app(
+    backend: Backend, tracing: Tracing | None = None, *, console: bool = True, key_digests: Sequence[bytes] = ()
+) -> web.Application:
     """The application; see `run_app` for how it must be run. It closes `tracing`. console: whether / is a page for
-    people."""
+    people. key_digests: of the keys that callers must show one of, none for no access control."""
     max_body = max(MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN * backend.info.max_model_len)
-    middlewares = [errors_as_json] if tracing is None else [tracing.middleware, errors_as_json]
+    middlewares: list[Middleware] = [errors_as_json] if tracing is None else [tracing.middleware, errors_as_json]
+    if key_digests:
+        middlewares.append(key_check(key_digests))
     app = web.Application(middlewares=middlewares, client_max_size=max_body)
     if tracing is not None:
         app.on_cleanup.append(tracing.close)
@@ -56,13 +62,19 @@ def make_app(backend: Backend, tracing: Tracing | None = None, *, console: bool 
 
 
 async def run_app(
-    backend: Backend, host: str, port: int, *, tracing: Tracing | None = None, console: bool = True
+    backend: Backend,
+    host: str,
+    port: int,
+    *,
+    tracing: Tracing | None = None,
+    console: bool = True,
+    key_digests: Sequence[bytes] = (),
 ) -> web.AppRunner:
     """Serve `backend` until the runner's `cleanup` is awaited. Port 0 takes a free one; `bound_port` tells which.
 
     Raises `StartupError` when the address cannot be had.
     """
-    return await run_app_on(backend, bind(host, port), tracing=tracing, console=console)
+    return await run_app_on(backend, bind(host, port), tracing=tracing, console=console, key_digests=key_digests)
 
 
 async def run_app_on(
@@ -72,12 +84,15 @@ async def run_app_on(
     acceptors: int = ACCEPTORS,
     tracing: Tracing | None = None,
     console: bool = True,
+    key_digests: Sequence[bytes] = (),
 ) -> web.AppRunner:
     """Serve `backend` on bound sockets, which the runner then owns.
 
     Raises `StartupError` when they cannot listen.
     """
-    runner = Runner(make_app(backend, tracing, console=console), shutdown_timeout=SHUTDOWN_SECONDS)
+    runner = Runner(
+        make_app(backend, tracing, console=console, key_digests=key_digests), shutdown_timeout=SHUTDOWN_SECONDS
+    )
     await runner.setup()
     try:
         for listener in sockets:

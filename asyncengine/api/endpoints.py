@@ -9,13 +9,20 @@ from typing import Any, Literal
 import msgspec
 from aiohttp import web
 
-from asyncengine.api.errors import BodyTimeoutError, ErrorJson, NotFoundError
-from asyncengine.errors import EngineDeadError, InvalidRequestError, OverloadedError
+from asyncengine.api.errors import BodyTimeoutError, ErrorJson, NotFoundError, UnauthorizedError
+from asyncengine.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    OverloadedError,
+    QueueFullError,
+    RequestTimeoutError,
+)
 
-ANY_ROUTE = (InvalidRequestError.status, EngineDeadError.status)
-"""Statuses that no route is safe from: what is sent may not be HTTP, and a fault of ours may show anywhere."""
+ANY_ROUTE = (InvalidRequestError.status, UnauthorizedError.status, EngineDeadError.status)
+"""Statuses that no route is safe from: what is sent may not be HTTP, a server with keys wants one (see `access`), and a
+fault of ours may show anywhere."""
 ROUTE_WITH_BODY = (BodyTimeoutError.status, web.HTTPRequestEntityTooLarge.status_code)
-ENGINE_CALL = (OverloadedError.status,)
+ENGINE_CALL = (QueueFullError.status, OverloadedError.status, RequestTimeoutError.status)
 NAMED_THING = (NotFoundError.status,)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -26,6 +26,12 @@ class NotFoundError(InvalidRequestError):
     status = 404
 
 
+class UnauthorizedError(InvalidRequestError):
+    """The caller has shown no key that is known here."""
+
+    status = 401
+
+
 class BodyTimeoutError(InvalidRequestError):
     """The client began a request and did not go on with it."""
 
@@ -67,13 +73,15 @@ async def errors_as_json(
     try:
         return await handler(request)
     except BodyTimeoutError as error:
-        return _last_response(error, request)
+        return last_error_response(error, request)
     except EngineError as error:
         return error_response(error)
     except web.HTTPException as error:
         return _http_error_response(request, error)
     except web.RequestPayloadError:
-        return _last_response(InvalidRequestError("the request body could not be read", code="invalid_body"), request)
+        return last_error_response(
+            InvalidRequestError("the request body could not be read", code="invalid_body"), request
+        )
     except ConnectionError:
         raise  # the caller is gone: nobody to answer, nothing to report
     except Exception:  # the edge of the process: a fault must become a response, without details
@@ -81,7 +89,7 @@ async def errors_as_json(
         return error_response(INTERNAL_ERROR)
 
 
-def _last_response(error: EngineError, request: web.Request) -> web.Response:
+def last_error_response(error: EngineError, request: web.Request) -> web.Response:
     """An answer to a request that was not read to its end: where the next one begins cannot be known."""
     request.content.feed_eof()  # otherwise aiohttp would go on reading it
     response = error_response(error)

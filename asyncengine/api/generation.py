@@ -12,6 +12,7 @@ from aiohttp import web
 from asyncengine.api.backend import Backend, Prompt
 from asyncengine.api.errors import INTERNAL_ERROR, error_json
 from asyncengine.api.merge import News, merge
+from asyncengine.api.patience import Patience
 from asyncengine.api.relay import Relay
 from asyncengine.api.shapes import Answer, Shape
 from asyncengine.api.sse import DONE, EventStream, event
@@ -64,10 +65,15 @@ class Generation:
     async def respond(self, headers: Mapping[str, str]) -> web.Response:
         """The whole answer at once. Raises `EngineError`."""
         answers: dict[int, Answer] = {}
+        patience = Patience(self._backend.info)
         async with aclosing(self._news()) as batches:
-            async for news in batches:
-                for index, delta in news:
-                    answers.setdefault(index, Answer()).add(delta)
+            async with patience.beginning():
+                news = await anext(batches)
+            async with patience.whole():
+                while news:
+                    for index, delta in news:
+                        answers.setdefault(index, Answer()).add(delta)
+                    news = await anext(batches, [])
         body = self._shape.response(answers, self._usage.total())
         return web.Response(body=body, content_type="application/json", headers=headers)
 
@@ -84,19 +90,22 @@ class Generation:
             events=self._events,
             out=out,
         )
+        patience = Patience(self._backend.info)
         with closing(relay):
-            first = await relay.first()
+            async with patience.beginning():
+                first = await relay.first()
             try:
                 await out.start(first)
-                await out.close(await self._rest(relay))
+                await out.close(await self._rest(relay, patience))
             except ConnectionError:
                 pass  # the client is gone: leaving this block is all there is to do
         return out.response
 
-    async def _rest(self, relay: Relay) -> bytes:
+    async def _rest(self, relay: Relay, patience: Patience) -> bytes:
         """Relay all there is; returns how the stream ends."""
         try:
-            await relay.run()
+            async with patience.whole():
+                await relay.run()
         except EngineError as error:
             return self._failed(error)
         except ConnectionError:

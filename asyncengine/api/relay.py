@@ -8,12 +8,17 @@ from collections.abc import Callable, Sequence
 from asyncengine.api.backend import Backend, Prompt, Subscription
 from asyncengine.api.merge import News
 from asyncengine.api.sse import EventStream
+from asyncengine.errors import EngineError
 from asyncengine.sampling import SamplingParams
+
+MAX_PENDING_BYTES = 4 * 1024 * 1024
+"""What may wait for a client that is behind. A text of 128k tokens is a quarter of it; log-probabilities are more."""
 
 
 class Relay:
     """Submits every prompt; choice `k` of prompt `i` has index `i * n + k`. Raises `EngineError`, and then none is
-    submitted. Must be closed. `events` turns news into what is written and may raise, which ends the relay.
+    submitted. Must be closed. `events` turns news into what is written and may raise, which ends the relay; and so
+    does a client for whom more than `MAX_PENDING_BYTES` wait.
 
     engine's call   hear: push | hear: push | hear: client behind | (news merge)       | hear: push, over
     task            sleeps ................... wakes, waits: drain | push what has come | wakes, returns
@@ -57,13 +62,16 @@ class Relay:
     async def run(self) -> None:
         """Write news until all have ended. Raises what `events` does, `EngineError`, and ConnectionError when the
         client is gone."""
-        while not self._over:
-            self._flowing = True
-            self._push()  # what has come while nobody heard
-            await self._stirred.wait()
-            self._stirred.clear()
-            if self._out.behind:
-                await self._out.drain()
+        try:
+            while not self._over:
+                self._flowing = True
+                self._push()  # what has come while nobody heard
+                await self._stirred.wait()
+                self._stirred.clear()
+                if self._out.behind:
+                    await self._out.drain()
+        finally:
+            self._flowing = False  # whoever leaves early, for a time-out say, writes an end that nothing may follow
         if self._failure is not None:
             raise self._failure
         self._take()  # raises what ended it early
@@ -83,6 +91,16 @@ class Relay:
         else:
             self._flowing = False
             self._stirred.set()
+            if sum(subscription.pending_bytes for subscription in self._subscriptions) > MAX_PENDING_BYTES:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        """Free what the request holds now; its client hears of that when it reads on."""
+        if self._failure is None:
+            self._failure = EngineError(
+                f"the client reads too slowly: more than {MAX_PENDING_BYTES} bytes waited for it", code="slow_reader"
+            )
+            self.close()
 
     def _push(self) -> None:
         try:

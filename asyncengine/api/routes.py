@@ -15,6 +15,7 @@ from asyncengine.api.echo import Echo
 from asyncengine.api.endpoints import ENGINE_CALL, NAMED_THING, Endpoint, Header
 from asyncengine.api.errors import NotFoundError
 from asyncengine.api.generation import DeltaParser, Generation
+from asyncengine.api.patience import Patience
 from asyncengine.api.prompts import completion_prompts
 from asyncengine.api.request_body import IGNORED_FIELDS, ignored_fields_header, json_body, json_response
 from asyncengine.api.schema import (
@@ -163,11 +164,12 @@ class Routes:
     async def _texts(self, prompts: Sequence[str | list[int]]) -> list[str]:
         """The prompts as texts. Raises `EngineError`."""
         texts = []
-        for prompt in prompts:
-            try:
-                texts.append(prompt if isinstance(prompt, str) else await self._backend.detokenize(prompt))
-            except InvalidRequestError as error:
-                raise InvalidRequestError(error.message, code=error.code, param="prompt") from None
+        async with Patience(self._backend.info).beginning():
+            for prompt in prompts:
+                try:
+                    texts.append(prompt if isinstance(prompt, str) else await self._backend.detokenize(prompt))
+                except InvalidRequestError as error:
+                    raise InvalidRequestError(error.message, code=error.code, param="prompt") from None
         return texts
 
     async def cancel(self, request: web.Request) -> web.Response:

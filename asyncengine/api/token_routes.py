@@ -6,6 +6,7 @@ from aiohttp import web
 
 from asyncengine.api.backend import Backend
 from asyncengine.api.endpoints import ENGINE_CALL, NAMED_THING, Endpoint
+from asyncengine.api.patience import Patience
 from asyncengine.api.request_body import IGNORED_FIELDS, json_body, json_response
 from asyncengine.api.routes import check_model
 from asyncengine.api.token_schema import (
@@ -54,11 +55,12 @@ class TokenRoutes:
         parsed = parse_tokenize(await json_body(request))
         asked = parsed.request
         check_model(asked.model, self._backend.info)
-        tokenized = await self._backend.tokenize(
-            asked.text(),
-            add_special_tokens=asked.add_special_tokens is not False,
-            texts=bool(asked.return_token_strs),
-        )
+        async with Patience(self._backend.info).beginning():
+            tokenized = await self._backend.tokenize(
+                asked.text(),
+                add_special_tokens=asked.add_special_tokens is not False,
+                texts=bool(asked.return_token_strs),
+            )
         answer = TokenizeResponse(
             count=len(tokenized.ids),
             max_model_len=self._backend.info.max_model_len,
@@ -70,5 +72,6 @@ class TokenRoutes:
     async def detokenize(self, request: web.Request) -> web.Response:
         parsed = parse_detokenize(await json_body(request))
         check_model(parsed.request.model, self._backend.info)
-        text = await self._backend.detokenize(parsed.request.tokens)
+        async with Patience(self._backend.info).beginning():
+            text = await self._backend.detokenize(parsed.request.tokens)
         return json_response(DetokenizeResponse(prompt=text), ignored=parsed.ignored)

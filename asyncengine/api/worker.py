@@ -104,7 +104,14 @@ async def _serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> Non
         reporter.ready()
         if await worker.begun():
             freeze_start_up()
-            runner = await run_app_on(worker, sockets, acceptors=ACCEPTORS, tracing=tracing, console=config.console)
+            runner = await run_app_on(
+                worker,
+                sockets,
+                acceptors=ACCEPTORS,
+                tracing=tracing,
+                console=config.console,
+                key_digests=config.key_digests,
+            )
             await worker.ended()
             await runner.cleanup()
     finally:

@@ -45,6 +45,7 @@ class WorkerGroup:
         *,
         workers: int,
         console: bool = True,
+        key_digests: tuple[bytes, ...] = (),
         progress: StartupProgress | None = None,
         modules: Mapping[Role, str] | None = None,
     ) -> None:
@@ -59,6 +60,7 @@ class WorkerGroup:
             api_workers=workers,
             listen_fds=tuple(listener.fileno() for listener in sockets),
             console=console,
+            key_digests=key_digests,
         )
         self._health = Health(state="starting", detail="the engine is starting")
         self._senders: list[Sender] = []

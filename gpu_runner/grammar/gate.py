@@ -32,6 +32,11 @@ class GrammarGate:
         """Whether time must be kept: `poll` wants to be called now and then."""
         return self._checker.busy or self._matches.busy
 
+    @property
+    def num_parked(self) -> int:
+        """Choices that wait for a verdict."""
+        return len(self._parked)
+
     def submit(self, message: Generate) -> None:
         """Have a request checked that asks for a structure; it comes back by `take_settled`."""
         self._matches.prepare()  # so that it loads what it needs meanwhile

@@ -2,8 +2,32 @@
 
 from __future__ import annotations
 
-from asyncengine.errors import InvalidRequestError
+from dataclasses import dataclass
+
+from asyncengine.errors import InvalidRequestError, QueueFullError
 from asyncengine.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """requests, tokens: see `EngineConfig.max_queued_requests` and `max_queued_tokens`."""
+
+    requests: int
+    tokens: int
+
+    def check(self, *, waiting: int, waiting_tokens: int, n: int, prompt_len: int, rows: int) -> None:
+        """Whether `n` choices of a prompt may wait beside those that do, `rows` of which are about to start. Raises
+        QueueFullError."""
+        if waiting + n > self.requests + rows:
+            raise QueueFullError(
+                f"{waiting} requests wait already, and {self.requests} may; this one has {n}", code="queue_full"
+            )
+        if waiting and waiting_tokens + n * prompt_len > self.tokens:
+            raise QueueFullError(
+                f"the requests that wait have {waiting_tokens} tokens already, and {self.tokens} may wait; this one "
+                f"has {n * prompt_len}",
+                code="queue_full",
+            )
 
 
 def total_tokens(

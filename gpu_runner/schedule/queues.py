@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncengine.config import SchedulingPolicy
-from asyncengine.sampling import SamplingParams
+from asyncengine.sampling import INT32_MAX, SamplingParams
 
 Key = tuple[int, int, int]
+
+MAX_OVERTAKES = 16
+"""Requests that may start before the oldest one that waits."""
+AGED_PRIORITY = -INT32_MAX - 1
+"""Before every priority that a request may ask for."""
 
 
 @dataclass(slots=True, eq=False)
@@ -22,7 +27,8 @@ class Request:
     group: the request's first rid, shared by its choices. tokens: its prompt and, where it goes on after a loss, the
     output that it has; shown: as in `Resume`. arrival: order of arrival, unique. slot: -1 until the request has run; a
     retracted request keeps its slot, its tokens so far and its place in the detokenizer. queued_ns, started_ns: when it
-    came and when it was first planned, by the scheduler's clock; 0 = not yet.
+    came and when it was first planned, by the scheduler's clock; 0 = not yet. ticket: tells its stays in the queue
+    apart. aged: it was overtaken as often as may be, so that its turn came before the policy's.
     """
 
     rid: int
@@ -40,6 +46,18 @@ class Request:
     preemptions: int = 0
     queued_ns: int = 0
     started_ns: int = 0
+    ticket: int = 0
+    aged: bool = False
+
+    @property
+    def priority(self) -> int:
+        """An aged one is not sent back for a more important one: it would never end."""
+        return AGED_PRIORITY if self.aged else self.params.priority
+
+    @property
+    def fresh(self) -> bool:
+        """It has not run, neither here nor in a process that was lost."""
+        return self.slot < 0 and len(self.tokens) == self.prompt_len
 
     @property
     def prompt(self) -> NDArray[np.int32]:
@@ -57,16 +75,23 @@ class Request:
 
 
 class WaitingQueue:
-    """A heap by policy with removal by rid. Policies order by
+    """Requests by policy, with removal by rid. Policies order by
 
     fcfs: arrival; priority: smaller number, then arrival; shortest / longest: prompt length, then arrival.
     What has run, a retracted request or one that came with output, goes before all that have not (of its own priority).
+
+    Whatever the policy, nobody waits for ever: of `MAX_OVERTAKES + 1` requests that start, one is the oldest of those
+    that have not run. So a request before which `m` others came starts at the latest as number
+    `(m + 1) * (MAX_OVERTAKES + 1)`, however many come after it.
     """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
-        self._policy = policy
-        self._heap: list[tuple[Key, Request]] = []
         self._waiting: dict[int, Request] = {}
+        self._wanted = _Order(_KEYS[policy], self._waiting)
+        self._oldest = _Order(_age, self._waiting)
+        self._shortest = _Order(_length, self._waiting)
+        self._overtakes = 0  # requests that have started before the oldest that waits
+        self._tickets = 0
         self.num_tokens = 0
 
     def __len__(self) -> int:
@@ -79,49 +104,119 @@ class WaitingQueue:
         return iter(self._waiting.values())
 
     def push(self, request: Request) -> None:
+        self._tickets += 1
+        request.ticket = self._tickets
         self._waiting[request.rid] = request
         self.num_tokens += len(request.tokens)
-        heapq.heappush(self._heap, (self._key(request), request))
+        self._wanted.push(request)
+        if request.fresh:
+            self._oldest.push(request)
+            self._shortest.push(request)
 
     def head(self) -> Request | None:
         """The request that runs next; it stays in the queue."""
-        while self._heap and self._waiting.get(self._heap[0][1].rid) is not self._heap[0][1]:
-            heapq.heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
+        wanted = self._wanted.first()
+        if wanted is None or not wanted.fresh or self._overtakes < MAX_OVERTAKES:
+            return wanted
+        oldest = self._oldest.first()
+        assert oldest is not None
+        oldest.aged = oldest.aged or oldest is not wanted
+        return oldest
 
-    def pop(self) -> Request:
-        request = self.head()
-        if request is None:
-            raise IndexError("pop from an empty queue")
-        heapq.heappop(self._heap)
+    def wanted(self) -> Request | None:
+        """The first by policy alone."""
+        return self._wanted.first()
+
+    def filler(self, head: Request) -> Request | None:
+        """A request that may start though `head`, which lacks pages, cannot: the shortest, if it is shorter, and none
+        while `head` has been overtaken as often as it may, or has run before."""
+        if not head.fresh or self._overtakes >= MAX_OVERTAKES:
+            return None
+        shortest = self._shortest.first()
+        return shortest if shortest is not None and shortest.prompt_len < head.prompt_len else None
+
+    def take(self, request: Request, *, resumed: bool) -> None:
+        """Take out a request that starts, for the first time or again."""
+        if not resumed:
+            self._overtakes = 0 if request is self._oldest.first() else self._overtakes + 1
         self._forget(request)
-        return request
 
     def remove(self, rid: int) -> Request | None:
-        """Take `rid` out wherever it stands; None if it does not wait. Its heap entry is dropped when it surfaces."""
+        """Take `rid` out wherever it stands; None if it does not wait."""
         request = self._waiting.get(rid)
         if request is not None:
             self._forget(request)
-            if len(self._heap) > 64 and len(self._heap) > 2 * len(self._waiting):
-                self._heap = [entry for entry in self._heap if self._waiting.get(entry[1].rid) is entry[1]]
-                heapq.heapify(self._heap)
         return request
 
     def check_integrity(self) -> None:
-        live = [entry[1].rid for entry in self._heap if self._waiting.get(entry[1].rid) is entry[1]]
-        assert sorted(live) == sorted(self._waiting), "every waiting request has exactly one live heap entry"
+        fresh = sorted(rid for rid, request in self._waiting.items() if request.fresh)
+        assert self._wanted.live() == sorted(self._waiting), "every waiting request has exactly one live heap entry"
+        assert self._oldest.live() == self._shortest.live() == fresh
+        assert self._overtakes <= MAX_OVERTAKES
         assert self.num_tokens == sum(len(request.tokens) for request in self._waiting.values())
 
     def _forget(self, request: Request) -> None:
         del self._waiting[request.rid]
         self.num_tokens -= len(request.tokens)
 
-    def _key(self, request: Request) -> Key:
-        fresh = int(request.slot < 0 and len(request.tokens) == request.prompt_len)
-        if self._policy == "priority":
-            return (request.params.priority, fresh, request.arrival)
-        if self._policy == "shortest":
-            return (fresh, request.prompt_len if fresh else 0, request.arrival)
-        if self._policy == "longest":
-            return (fresh, -request.prompt_len if fresh else 0, request.arrival)
-        return (fresh, 0, request.arrival)
+
+class _Order:
+    """A heap over the requests that wait. The entries of those that have left are dropped when they surface; a request
+    that comes again has a new ticket, so that its old entry is known for what it is."""
+
+    def __init__(self, key: Callable[[Request], Key], waiting: Mapping[int, Request]) -> None:
+        self._key = key
+        self._waiting = waiting
+        self._heap: list[tuple[Key, int, Request]] = []
+
+    def push(self, request: Request) -> None:
+        if len(self._heap) > 64 and len(self._heap) > 2 * len(self._waiting):
+            self._heap = [entry for entry in self._heap if self._is_live(entry)]
+            heapq.heapify(self._heap)
+        heapq.heappush(self._heap, (self._key(request), request.ticket, request))
+
+    def first(self) -> Request | None:
+        while self._heap and not self._is_live(self._heap[0]):
+            heapq.heappop(self._heap)
+        return self._heap[0][2] if self._heap else None
+
+    def live(self) -> list[int]:
+        return sorted(entry[2].rid for entry in self._heap if self._is_live(entry))
+
+    def _is_live(self, entry: tuple[Key, int, Request]) -> bool:
+        _, ticket, request = entry
+        return self._waiting.get(request.rid) is request and request.ticket == ticket
+
+
+def _age(request: Request) -> Key:
+    return (0, 0, request.arrival)
+
+
+def _length(request: Request) -> Key:
+    return (0, request.prompt_len, request.arrival)
+
+
+def _fcfs(request: Request) -> Key:
+    return (int(request.fresh), 0, request.arrival)
+
+
+def _priority(request: Request) -> Key:
+    return (request.priority, int(request.fresh), request.arrival)
+
+
+def _shortest(request: Request) -> Key:
+    fresh = request.fresh
+    return (int(fresh), request.prompt_len if fresh else 0, request.arrival)
+
+
+def _longest(request: Request) -> Key:
+    fresh = request.fresh
+    return (int(fresh), -request.prompt_len if fresh else 0, request.arrival)
+
+
+_KEYS: dict[SchedulingPolicy, Callable[[Request], Key]] = {
+    "fcfs": _fcfs,
+    "priority": _priority,
+    "shortest": _shortest,
+    "longest": _longest,
+}

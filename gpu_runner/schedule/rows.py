@@ -39,6 +39,11 @@ class Rows:
             self.tree.evict(count - self.pool.num_free)
         return max(0, count - self.pool.num_free)
 
+    def has_room(self, num_tokens: int, *, watermark: int) -> bool:
+        """Whether a request of `num_tokens` would find pages, though it found none of its prefix in the cache."""
+        needed = -(-num_tokens // PAGE_SIZE)
+        return needed + watermark <= self.pool.num_free + self.tree.num_evictable
+
     def start(self, request: Request, *, watermark: int) -> bool:
         """Give a waiting request a slot and pages for all its known tokens, the cached prefix's among them.
 

@@ -146,6 +146,10 @@ class Scheduler:
             )
             self._next_arrival += 1
 
+    def knows(self, rid: int) -> bool:
+        """Whether it waits or runs."""
+        return rid in self.queue or rid in self._slot_of
+
     def abort(self, rid: int) -> None:
         """End `rid` wherever it is; unknown rids (ended already, or not here yet) are ignored."""
         request = self.queue.remove(rid)
@@ -168,6 +172,11 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def rows_to_fill(self) -> int:
+        """How many of the requests that wait may be about to start; none while the first of them finds no room."""
+        return 0 if self._blocked is not None else self._max_num_seqs - self.num_running
 
     @property
     def has_work(self) -> bool:
@@ -334,18 +343,29 @@ class Scheduler:
                 return
             if not self._start(request):
                 self._blocked = request
-                return
+                request = self._filler(request)
+                if request is None or not self._start(request):
+                    return
             budget -= self._place_chunk(request.slot, budget, draft)
 
+    def _filler(self, head: Request) -> Request | None:
+        """A shorter request to use pages that are too few for `head`. With policy priority rows make room instead."""
+        if self._policy == "priority" or self.num_running >= self._max_num_seqs:
+            return None
+        filler = self.queue.filler(head)
+        if filler is None or not self.rows.has_room(len(filler.prompt), watermark=self.num_running):
+            return None
+        return filler
+
     def _start(self, request: Request) -> bool:
-        """Make the queue's head a prefilling row; False when it has to wait."""
+        """Make a waiting request a prefilling row; False when it has to wait."""
         if self.num_running >= self._max_num_seqs:
             return False
         # One page to grow for every running row, so that what is admitted now is not retracted in the next steps.
-        retracted = request.slot >= 0
+        retracted, fresh = request.slot >= 0, request.fresh
         if not self.rows.start(request, watermark=self.num_running):
             return False
-        self.queue.pop()
+        self.queue.take(request, resumed=not fresh)
         slot = request.slot
         self._slot_of[request.rid] = slot
         self._running.prefill.append(slot)
@@ -359,12 +379,15 @@ class Scheduler:
 
     def _preempt_for_blocked(self) -> None:
         """With policy priority, a request that found no room takes the place of a running row that matters less."""
-        if self._blocked is None or self._blocked.rid not in self.queue or not self._running.num_active:
+        blocked = self._blocked
+        if blocked is not None and blocked.aged:
+            blocked = self.queue.wanted()  # which takes no row from others itself, but must not keep this one from it
+        if blocked is None or blocked.rid not in self.queue or not self._running.num_active:
             return
-        if self._blocked.slot < 0 and not self.slots.num_free:
+        if blocked.slot < 0 and not self.slots.num_free:
             return  # a retracted row would keep its slot: only one that ends makes room
         victim = self._least_deserving()
-        if self.slots.priority[victim] > self._blocked.params.priority:
+        if self.slots.priority[victim] > blocked.priority:
             self._retract(victim)
 
     # -------------------------------------------------------------------------------------------------- row changes

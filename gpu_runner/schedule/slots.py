@@ -85,7 +85,7 @@ class Slots:
         self.known[slot] = len(request.tokens)
         self.tokens[slot, : len(request.tokens)] = request.tokens
         self.limit[slot] = request.limit
-        self.priority[slot] = request.params.priority
+        self.priority[slot] = request.priority
         self.cached_tokens[slot] = 0
         self.score_end[slot] = request.prompt_len - 1 if request.scores_prompt else 0
         self.scored[slot] = 0

@@ -253,6 +253,10 @@ class FakeSubscription:
     def over(self) -> bool:
         return not self._news and self._pump.done()
 
+    @property
+    def pending_bytes(self) -> int:
+        return sum(len(delta.text.encode()) for delta in self._news)
+
     def take(self) -> list[Delta]:
         if not self._news and self._error is not None:
             raise self._error

@@ -120,7 +120,7 @@ def test_a_signal_during_the_start_leaves_nothing(short_path: Path) -> None:
         ([], {"refuse_start": "one page needs 3 GB and 2 GB are free"}, "one page needs 3 GB and 2 GB are free"),
         (["--max-num-seqs", "0"], {}, "max_num_seqs must be from 1 to 8192, got 0"),
         (["--chat-template", "/nowhere.jinja"], {}, "cannot read the chat template /nowhere.jinja: "),
-        (["--host", "0.0.0.0"], {}, "refusing to listen on 0.0.0.0: "),
+        (["--host", "0.0.0.0"], {}, "refusing to listen on 0.0.0.0, which other machines reach, without an API key: "),
         (["--port", "70000"], {}, "--port must be from 0 to 65535, got 70000"),
     ],
 )
@@ -249,6 +249,7 @@ def test_the_ready_line_holds_a_command_that_a_shell_can_run() -> None:
     assert json.loads(echoed.stdout.splitlines()[-1])["model"] == "it's/a model"
     assert text.endswith("\n  # or in a browser: http://[::1]:8000/")
     assert ready_text("it's/a model", "::1", 8000, console=False) == text.rsplit("\n", 1)[0]
+    assert '-H "Authorization: Bearer $ASYNCENGINE_API_KEY"' in ready_text("m", "::1", 8000, key=True)
 
 
 def test_help_needs_no_heavy_import(capsys: pytest.CaptureFixture[str]) -> None:

@@ -263,13 +263,14 @@ async def test_an_abort_that_finds_the_pipes_full_goes_out_later(
 async def test_frames_that_make_no_sense_are_dropped(engine: AsyncEngine) -> None:
     intruder = engine._supervisor.pipes.sender("engine.0")
     intruder.socket.send(b"\x80\x04\x95pickled?")
-    for size in (3, 8):
-        intruder.send(Deltas(bytes(size), b"", bytes(3), b"", b"", b"", b"", b"", b""))
-    intruder.send(Encoded(0, bytes(5), b""))
+    for size in (3, 8):  # which no sender of ours could make
+        columns = [bytes(size), b"", bytes(3), b"", b"", b"", b"", b"", b""]
+        intruder.socket.send(msgspec.msgpack.encode([Deltas.__struct_config__.tag, *columns]))
+    intruder.socket.send(msgspec.msgpack.encode([Encoded.__struct_config__.tag, 0, bytes(5), b""]))
     intruder.send(Failed(2**55, 400, "nobody's", "", None))
     assert engine._receiver is not None
     receiver = engine._receiver
-    await until(lambda: receiver.malformed == 1)
+    await until(lambda: receiver.malformed == 4)
     assert text_of(await collect(engine.generate("still here"))) == "still here"
 
 

@@ -224,3 +224,13 @@ async def test_a_token_outside_the_vocabulary_fails_the_request_by_name() -> Non
     with pytest.raises(EngineError, match="777"):
         await stream.next()
     assert stream.unfinished == []
+
+
+def test_what_waits_to_be_taken_is_measured() -> None:
+    stream = make_stream(n=2)
+    assert stream.pending_bytes == 0
+    feed(stream, 0, "abc", [1, 2])
+    feed(stream, 1, "é", [3])
+    assert stream.pending_bytes == 3 + 8 + 2 + 4
+    stream.take()
+    assert stream.pending_bytes == 0

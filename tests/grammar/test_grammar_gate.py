@@ -71,7 +71,7 @@ def regex(text: str) -> Structured:
 
 
 def request(rid: int, structured: Structured) -> Generate:
-    return Generate(rid, b"", SamplingParams(structured=structured), 1, b"", "")
+    return Generate(rid, bytes(4), SamplingParams(structured=structured), 1, b"", "")
 
 
 class Checks:

@@ -11,6 +11,7 @@ from asyncengine.wire.messages import Failed, Generate, ToEngine
 from asyncengine.wire.pipes import Pipes, make_run_dir
 from gpu_runner.inbox import Inbox
 from gpu_runner.outbox import Outbox
+from gpu_runner.schedule.limits import QueueLimits
 from gpu_runner.schedule.scheduler import Scheduler
 
 
@@ -20,7 +21,8 @@ def test_structured_output_is_refused_and_other_requests_are_not() -> None:
     engine = pipes.receiver("engine.0", ToEngine)
     scheduler = Scheduler(num_pages=8, max_model_len=64, max_num_seqs=2, max_num_batched_tokens=16)
     outbox = Outbox(pipes=pipes, detokenizers=1)
-    inbox = Inbox(pipes=pipes, scheduler=scheduler, outbox=outbox, vocab_size=50)
+    limits = QueueLimits(100, 10_000)
+    inbox = Inbox(pipes=pipes, scheduler=scheduler, outbox=outbox, vocab_size=50, limits=limits)
     tokenizer = pipes.sender("runner.requests")
     prompt = np.arange(3, dtype=np.int32).tobytes()
     tokenizer.send(Generate(1, prompt, SamplingParams(structured=Structured("regex", "a")), 5, b"", ""))

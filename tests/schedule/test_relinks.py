@@ -14,6 +14,7 @@ from asyncengine.wire.messages import Abort, Failed, Generate, Relink, Resume, S
 from asyncengine.wire.pipes import Pipes, Receiver, make_run_dir
 from gpu_runner.inbox import Inbox
 from gpu_runner.outbox import MAX_BACKLOG, Outbox
+from gpu_runner.schedule.limits import QueueLimits
 from gpu_runner.schedule.plan import Int32
 from gpu_runner.schedule.scheduler import Scheduler
 from gpu_runner.schedule.step_output import StepOutput, aborted_rows
@@ -51,7 +52,10 @@ class Ends:
     def __init__(self, pipes: Pipes, *, life: int = 0, lives: dict[str, int] | None = None, name: str = "") -> None:
         self.outbox = Outbox(pipes=pipes, detokenizers=2, life=life, lives=lives)
         self.scheduler = Scheduler(num_pages=8, max_model_len=64, max_num_seqs=2, max_num_batched_tokens=16)
-        self.inbox = Inbox(pipes=pipes, scheduler=self.scheduler, outbox=self.outbox, vocab_size=50, life=life)
+        limits = QueueLimits(100, 10_000)
+        self.inbox = Inbox(
+            pipes=pipes, scheduler=self.scheduler, outbox=self.outbox, vocab_size=50, limits=limits, life=life
+        )
         self.requests = pipes.sender(f"runner.requests{name}")
         self.control = pipes.sender(f"runner.control{name}")
         self._sent = 0

@@ -114,7 +114,7 @@ def test_a_full_pipe_keeps_the_rest_in_order_and_loses_nothing(pipes: Pipes) -> 
     column = bytes(8192)
     count = 500
     for step in range(count):
-        sender.send(StepFrame(step, column, column, column, column))
+        sender.send(StepFrame(step, column, column, column, bytes(2048)))
     assert sender.backlog > 0
     received = receive(receiver, count, between=sender.flush)
     assert [frame.step for frame in received if isinstance(frame, StepFrame)] == list(range(count))

@@ -1,0 +1,158 @@
+"""With keys, every route is closed but for those that say whether the server lives."""
+
+from __future__ import annotations
+
+import inspect
+from asyncio import open_connection
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+from api_server import CHAT, COMPLETIONS
+from fake_backend import FakeBackend
+
+from asyncengine import api_keys
+from asyncengine.api.access import OPEN_ROUTES
+from asyncengine.api.app import bound_port, make_app, run_app
+from asyncengine.api_keys import API_KEY_VARIABLE, digest_of, is_known, read_api_keys
+from asyncengine.client import AsyncClient
+from asyncengine.errors import InvalidRequestError, StartupError
+
+KEYS = ("first-key-of-two", "second-key~!#$%")
+DIGESTS = tuple(map(digest_of, KEYS))
+
+
+@pytest.fixture
+async def url(backend: FakeBackend) -> AsyncIterator[str]:
+    runner = await run_app(backend, "127.0.0.1", 0, key_digests=DIGESTS)
+    yield f"http://127.0.0.1:{bound_port(runner)}"
+    await runner.cleanup()
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def test_every_route_of_the_router_is_closed_unless_it_is_listed(url: str, backend: FakeBackend) -> None:
+    routes = [route for route in make_app(backend, console=True).router.routes() if route.method != "HEAD"]
+    opened = set()
+    async with aiohttp.ClientSession() as session:
+        for route in routes:
+            assert route.resource is not None
+            path = route.resource.canonical.replace("{model}", "x").replace("{id}", "x")
+            for method in ("GET", "POST", "HEAD", "OPTIONS", "PUT"):
+                async with session.request(method, url + path) as response:
+                    if response.status != 401:
+                        assert method in ("GET", "HEAD")
+                        opened.add(route.name)
+                    elif method != "HEAD":
+                        assert (await response.json())["error"]["code"] == "invalid_api_key"
+                        assert response.headers["WWW-Authenticate"] == "Bearer"
+    assert opened == OPEN_ROUTES
+    assert len(routes) > 10
+    assert backend.calls == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/nowhere", "//v1/models", "/v1/models/", "/V1/models", "/v1%2fmodels", "/health/../v1/models", "/healthy", "/"],
+)
+async def test_a_path_that_only_looks_like_an_open_one_is_closed(url: str, path: str) -> None:
+    port = int(url.rsplit(":", 1)[1])
+    for target in (path, f"http://evil{path}"):
+        reader, writer = await open_connection("127.0.0.1", port)
+        writer.write(f"GET {target} HTTP/1.1\r\nHost: x/health?\r\nConnection: close\r\n\r\n".encode())
+        assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
+        writer.close()
+
+
+async def test_each_of_the_keys_opens_and_nothing_else_does(url: str, backend: FakeBackend) -> None:
+    async with aiohttp.ClientSession() as session:
+        for key in KEYS:
+            for headers in (bearer(key), {"Authorization": f"bearer {key}"}):
+                async with session.post(url + COMPLETIONS, json={"prompt": "a"}, headers=headers) as response:
+                    assert response.status == 200
+        others: list[dict[str, str] | list[tuple[str, str]]] = [
+            {},
+            bearer(""),
+            bearer(KEYS[0][:-1]),
+            bearer(KEYS[0] + "x"),
+            bearer(KEYS[0].upper()),
+            bearer(DIGESTS[0].hex()),
+            bearer("é" * 8),
+            {"Authorization": KEYS[0]},
+            {"Authorization": f"Basic {KEYS[0]}"},
+            {"X-Api-Key": KEYS[0]},
+            [("Authorization", f"Bearer {KEYS[0]}"), ("Authorization", "Bearer x")],
+        ]
+        calls = len(backend.calls)
+        for refused in others:
+            async with session.post(url + CHAT, json={"messages": []}, headers=refused) as response:
+                assert response.status == 401
+                assert KEYS[0] not in await response.text()
+        assert len(backend.calls) == calls
+
+
+async def test_a_strangers_body_is_not_read(url: str) -> None:
+    reader, writer = await open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 4000000\r\n\r\n{")
+    answer = await reader.read()  # to the end: the server closes
+    assert answer.startswith(b"HTTP/1.1 401 ")
+    writer.close()
+
+
+async def test_our_own_client_shows_its_key(url: str) -> None:
+    async with AsyncClient(url, api_key=KEYS[1]) as client:
+        assert await client.models() == ["org/fake-model"]
+    async with AsyncClient(url) as client:
+        with pytest.raises(InvalidRequestError, match="wants an API key"):
+            await client.models()
+
+
+def test_keys_come_from_a_file_and_from_the_environment(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"\n{KEYS[0]}\n  {KEYS[1]}  \r\n")
+    assert read_api_keys(None, {}) == ()
+    assert read_api_keys(str(path), {}) == KEYS
+    assert read_api_keys(str(path), {API_KEY_VARIABLE: "another-key"}) == (*KEYS, "another-key")
+    assert read_api_keys(None, {API_KEY_VARIABLE: "another-key"}) == ("another-key",)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"", "holds no API key; write one on each line"),
+        (b"\n \n", "holds no API key; write one on each line"),
+        (b"good-enough\nshort", "line 2 of "),
+        (b"with a space in it", "line 1 of "),
+        (b"\xff" * 9, "it is not UTF-8"),
+        ("schlüssel-mit-ü".encode(), "line 1 of "),
+    ],
+)
+def test_a_file_that_holds_no_keys_is_refused_without_showing_it(tmp_path: Path, text: bytes, said: str) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(text)
+    with pytest.raises(StartupError) as caught:
+        read_api_keys(str(path), {})
+    assert said in caught.value.message
+    assert all(word not in caught.value.message for word in ("good-enough", "short", "with a space", "schl"))
+
+
+def test_an_absent_file_of_keys_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"cannot read the API keys in .*: No such file"):
+        read_api_keys(str(tmp_path / "absent"), {})
+
+
+def test_keys_are_compared_in_constant_time_and_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(shown: bytes, digest: bytes) -> bool:
+        compared.append((shown, digest))
+        return shown == digest
+
+    monkeypatch.setattr(api_keys.hmac, "compare_digest", compare)
+    assert is_known(KEYS[0], DIGESTS)
+    assert len(compared) == 2
+    assert {len(side) for pair in compared for side in pair} == {32}
+    assert "==" not in inspect.getsource(is_known)

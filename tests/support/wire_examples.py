@@ -1,0 +1,86 @@
+"""Messages whose columns agree, one of each kind that checks that."""
+
+from __future__ import annotations
+
+from array import array
+
+import msgspec
+
+from asyncengine.sampling import SamplingParams
+from asyncengine.wire.messages import (
+    Deltas,
+    DetokenizeOptions,
+    Encoded,
+    Finish,
+    Generate,
+    LogprobColumns,
+    Open,
+    Openings,
+    PromptColumns,
+    PromptLogprobs,
+    Resume,
+    StepFrame,
+    Wire,
+)
+
+ENCODE = msgspec.msgpack.Encoder().encode
+
+
+def ints(*values: int) -> bytes:
+    return array("i", values).tobytes()
+
+
+DETOK = ENCODE(DetokenizeOptions(("stop",), True, False, ints(1, 2), logprobs=True))
+FRAME = StepFrame(
+    3,
+    ints(0, 1),
+    ints(1, 1),
+    ints(65, 66),
+    bytes([Finish.NONE, Finish.LENGTH]),
+    (Open(0, 1, 7, DETOK, 2, 0), Open(1, 1, 8, DETOK, 2, 0)),
+    ints(0),
+    array("f", [-1.0]).tobytes(),
+    ints(2),
+    ints(65, 66),
+    array("f", [-1.0, -2.0]).tobytes(),
+)
+DELTAS = Deltas(
+    array("Q", [7, 8]).tobytes(),
+    b"abc",
+    ints(1, 3),
+    ints(65, 66, 67),
+    ints(1, 3),
+    bytes([Finish.NONE, Finish.STOP_STRING]),
+    ints(-1, 0),
+    ints(2, 2),
+    ints(0, 0),
+    logprobs=LogprobColumns(
+        ints(1, 2),
+        ints(0, 1),
+        ints(1, 3),
+        ints(65, 66, 67),
+        array("f", [-1.0, -1.0, -2.0]).tobytes(),
+        b"abc",
+        ints(1, 2, 3),
+    ),
+    openings=Openings(ints(0, 1), array("q", [1, 2, 3, 1, 2, 3]).tobytes()),
+)
+GENERATE = Generate(7, ints(1, 2, 3), SamplingParams(n=2), 5, DETOK, "ns", (Resume(0, ints(4), 1),))
+
+PROMPT = PromptLogprobs(ints(1, 3), ints(5, 6, 7), array("f", [float("-inf"), -1.0, -2.0]).tobytes(), ints(0, 1))
+CONSISTENT: dict[type[Wire], Wire] = {
+    type(message): message
+    for message in (
+        FRAME,
+        DELTAS,
+        GENERATE,
+        DELTAS.logprobs,
+        DELTAS.openings,
+        FRAME.opens[0],
+        PROMPT,
+        PromptColumns(1, PROMPT, b"abc", ints(1, 2, 3)),
+        Encoded(0, array("Q", [7]).tobytes(), ints(3)),
+        DetokenizeOptions(("stop",), True, False, ints(1, 2), logprobs=True),
+    )
+    if message is not None
+}
