@@ -52,7 +52,9 @@ def test_a_server_answers_until_a_signal_and_leaves_nothing(short_path: Path, nu
 
 def test_a_signal_ends_a_stream_with_an_error_that_its_client_can_read(short_path: Path) -> None:
     options = ["--drain-timeout-seconds", "0"]
-    with running(short_path, "serve", "--port", "0", *options, tokens=[40] * 8000, step_ms=5) as command:
+    with running(
+        short_path, "serve", "--port", "0", *options, tokens=[40] * 8000, step_ms=5, max_model_len=8192
+    ) as command:
         url = command.read_until(r"Ready: \S+ at (\S+)")[1]
         body = json.dumps({"prompt": "go", "max_tokens": 8000, "stream": True}).encode()
         request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
@@ -67,7 +69,9 @@ def test_a_signal_ends_a_stream_with_an_error_that_its_client_can_read(short_pat
 
 
 def test_a_server_that_loses_too_many_processes_tells_its_clients_and_exits_with_code_1(short_path: Path) -> None:
-    with running(short_path, "serve", "--port", "0", "--max-crashes", "1", tokens=[40] * 8000, step_ms=5) as command:
+    with running(
+        short_path, "serve", "--port", "0", "--max-crashes", "1", tokens=[40] * 8000, step_ms=5, max_model_len=8192
+    ) as command:
         url = command.read_until(r"Ready: \S+ at (\S+)")[1]
         body = json.dumps({"prompt": "go", "max_tokens": 8000, "stream": True}).encode()
         request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
@@ -84,7 +88,7 @@ def test_a_server_that_loses_too_many_processes_tells_its_clients_and_exits_with
 
 
 def test_a_server_killed_in_the_middle_of_a_stream_leaves_no_process_and_its_port_is_free(short_path: Path) -> None:
-    with running(short_path, "serve", "--port", "0", tokens=[40] * 8000, step_ms=5) as command:
+    with running(short_path, "serve", "--port", "0", tokens=[40] * 8000, step_ms=5, max_model_len=8192) as command:
         url = command.read_until(r"Ready: \S+ at (\S+)")[1]
         body = json.dumps({"prompt": "go", "max_tokens": 8000, "stream": True}).encode()
         request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
@@ -207,7 +211,7 @@ def test_a_chat_over_http_is_the_same_and_a_lost_server_is_one_line(short_path: 
 
 
 def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(short_path: Path) -> None:
-    endless = {"tokens": [40] * 8000, "step_ms": 5}
+    endless = {"tokens": [40] * 8000, "step_ms": 5, "max_model_len": 8192}
     with running(short_path, "chat", "--max-tokens", "4000", **endless) as command:
         assert command.process.stdin is not None
         assert command.process.stdout is not None
