@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -59,6 +61,15 @@ class GrammarProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time that it has taken; 0 once it is gone."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime, stime
 
     @property
     def alive(self) -> bool:

@@ -21,7 +21,7 @@ from asyncengine.wire.messages import (
     MatchFailed,
     OpenMatch,
 )
-from gpu_runner.grammar.checker import CHECK_SECONDS, START_SECONDS, GrammarChecker
+from gpu_runner.grammar.checker import CHECK_SECONDS, PATIENCE, START_SECONDS, GrammarChecker
 from gpu_runner.grammar.matches import ANSWER_SECONDS, Matches
 from gpu_runner.schedule.mask_work import MaskWork, OpenedRow
 
@@ -31,6 +31,7 @@ class FakeProcess:
         self.incarnation = incarnation
         self.ready = False
         self.alive = True
+        self.cpu_seconds = 0.0
         self.killed = False
         self.sent: list[Any] = []
 
@@ -140,6 +141,7 @@ def test_a_check_that_takes_too_long_or_kills_its_process_costs_only_itself(chec
         checks.process.alive = False
     else:
         checks.clock.now += CHECK_SECONDS * 0.2
+        checks.process.cpu_seconds = CHECK_SECONDS * 1.1
     checks.checker.poll()
     (error,) = checks.settled().values()
     assert isinstance(error, InvalidRequestError)
@@ -152,6 +154,20 @@ def test_a_check_that_takes_too_long_or_kills_its_process_costs_only_itself(chec
     assert checks.settled() == {1: None}
     checks.checker.submit(request(2, regex("slow")))
     assert checks.settled()[2] is not None, "it is not tried again"
+
+
+def test_a_check_that_gets_little_of_the_cpu_may_last_longer_but_not_for_ever(checks: Checks) -> None:
+    checks.checker.submit(request(0, regex("starved")))
+    checks.begin()
+    for _ in range(PATIENCE - 1):
+        checks.clock.now += CHECK_SECONDS
+        checks.process.cpu_seconds += CHECK_SECONDS / PATIENCE
+        checks.checker.poll()
+        assert checks.settled() == {}
+    checks.clock.now += 2 * CHECK_SECONDS
+    checks.checker.poll()
+    (error,) = checks.settled().values()
+    assert isinstance(error, InvalidRequestError)
 
 
 def test_a_process_that_idled_long_is_not_late(checks: Checks) -> None:
@@ -183,6 +199,7 @@ def test_what_a_killed_process_said_is_not_heard(checks: Checks) -> None:
     checks.begin()
     old = checks.process.sent[-1]
     checks.clock.now += CHECK_SECONDS + 1
+    checks.process.cpu_seconds = CHECK_SECONDS
     checks.checker.poll()
     checks.settled()
     checks.checker.submit(request(1, regex("b")))
