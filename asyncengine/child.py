@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from asyncengine.api_keys import API_KEY_VARIABLE
 from asyncengine.config import EngineConfig, Role, SidecarConfig, runs_on_cpu
 from asyncengine.errors import StartupError
-from asyncengine.wire.messages import Ready
+from asyncengine.wire.reports import Ready
 from asyncengine.wire.sidecar import write_config
 
 ENVIRONMENT_NAMES = frozenset(

@@ -39,18 +39,9 @@ from asyncengine.sampling import SamplingParams
 from asyncengine.streams import ChatPrompt, Delta, RequestStream
 from asyncengine.tokenizer_links import TokenizerLinks
 from asyncengine.wire.accounting import RingWriter, TurnRecord
-from asyncengine.wire.messages import (
-    Cancel,
-    Cancelled,
-    Deltas,
-    Detokenize,
-    Detokenized,
-    Encoded,
-    Failed,
-    ToEngine,
-    Tokenized,
-)
+from asyncengine.wire.answers import Cancel, Cancelled, Deltas, Detokenized, Encoded, Failed, ToEngine, Tokenized
 from asyncengine.wire.pipes import Pipes, Receiver
+from asyncengine.wire.requests import Detokenize
 
 logger = logging.getLogger(__name__)
 

@@ -30,8 +30,8 @@ from asyncengine.model_files import ResolvedModel, resolve_model
 from asyncengine.run_dir import RunDir
 from asyncengine.startup_progress import StartupProgress
 from asyncengine.watchdog import LOOK_SECONDS, Watchdog
-from asyncengine.wire.messages import Fatal, Heartbeat, Progress, Ready, RunnerInfo, TokenizerInfo, ToSupervisor
 from asyncengine.wire.pipes import Pipes, Receiver
+from asyncengine.wire.reports import Fatal, Heartbeat, Progress, Ready, RunnerInfo, TokenizerInfo, ToSupervisor
 
 logger = logging.getLogger(__name__)
 

@@ -17,23 +17,10 @@ from asyncengine.errors import EngineError, InvalidRequestError
 from asyncengine.recent_rids import KEEP_SECONDS, RecentRids
 from asyncengine.sampling import SamplingParams
 from asyncengine.streams import ChatPrompt
-from asyncengine.wire.messages import (
-    Abort,
-    Detokenize,
-    Detokenized,
-    EncodeChat,
-    EncodeIds,
-    EncodeText,
-    EngineStatus,
-    Failed,
-    Finish,
-    Relink,
-    Resume,
-    Tokenized,
-    TokenizeText,
-    Wire,
-)
+from asyncengine.wire.answers import Detokenized, EngineStatus, Failed, Tokenized
+from asyncengine.wire.base import Finish, Wire
 from asyncengine.wire.pipes import Sender
+from asyncengine.wire.requests import Abort, Detokenize, EncodeChat, EncodeIds, EncodeText, Relink, Resume, TokenizeText
 
 PARAMS = SamplingParams(seed=7)
 LOST: list[tuple[Role, int]] = [("tokenizer_proc", 0), ("detokenizer_proc", 0), ("gpu_runner", 0)]

@@ -23,8 +23,8 @@ from asyncengine.engine_info import Health
 from asyncengine.errors import StartupError
 from asyncengine.losses import Losses
 from asyncengine.supervisor import Supervisor
-from asyncengine.wire.messages import Fatal, Heartbeat, Ready
 from asyncengine.wire.pipes import Pipes
+from asyncengine.wire.reports import Fatal, Heartbeat, Ready
 
 MODULES: dict[Role, str] = {
     "gpu_runner": "support.idle_runner",

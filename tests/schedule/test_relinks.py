@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from asyncengine.sampling import SamplingParams
-from asyncengine.wire.messages import Abort, Failed, Generate, Relink, Resume, StepFrame, StopHit, ToEngine
+from asyncengine.wire.answers import Failed, ToEngine
+from asyncengine.wire.frames import StepFrame
 from asyncengine.wire.pipes import Pipes, Receiver, make_run_dir
+from asyncengine.wire.requests import Abort, Generate, Relink, Resume, StopHit
 from gpu_runner.inbox import Inbox
 from gpu_runner.outbox import MAX_BACKLOG, Outbox
 from gpu_runner.schedule.limits import QueueLimits

@@ -9,8 +9,9 @@ import sys
 
 from asyncengine.config import SidecarConfig
 from asyncengine.errors import StartupError
-from asyncengine.wire.messages import Abort, RunnerInfo
 from asyncengine.wire.pipes import Pipes
+from asyncengine.wire.reports import RunnerInfo
+from asyncengine.wire.requests import Abort
 from asyncengine.wire.sidecar import Reporter, run_sidecar
 
 
