@@ -11,11 +11,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from asyncengine.api_keys import API_KEY_VARIABLE
 from asyncengine.config import EngineConfig, Role, SidecarConfig, runs_on_cpu
 from asyncengine.errors import StartupError
-from asyncengine.wire.messages import Ready
+from asyncengine.wire.reports import Ready
 from asyncengine.wire.sidecar import write_config
 
 ENVIRONMENT_NAMES = frozenset(
@@ -41,7 +42,8 @@ ENVIRONMENT_PREFIXES = ("LC_", "PYTHON", "CUDA_", "NVIDIA_", "NCCL_", "TORCH", "
 @dataclass(eq=False)
 class Child:
     """One sidecar process. `life`: how many were lost in its place before it; `heard`: when its last message was read;
-    `phase`: what its start-up is busy with; `last_words`: of its `Fatal`; `hung`: why it was killed, if it was."""
+    `phase`: what its start-up is busy with; `info`, `gauges`: of its `Ready` and latest `Heartbeat`, until then those
+    of the one before it; `last_words`: of its `Fatal`; `hung`: why it was killed, if it was."""
 
     role: Role
     index: int
@@ -54,6 +56,7 @@ class Child:
     phase_started: float
     phase: str = "start process"
     ready: Ready | None = None
+    info: dict[str, Any] = field(default_factory=dict)
     gauges: dict[str, int] = field(default_factory=dict)
     last_words: str | None = None
     hung: str | None = None

@@ -12,7 +12,8 @@ from asyncengine.logprobs import TokenLogprob, unpack, unpack_prompt
 from asyncengine.metrics import RequestMetrics
 from asyncengine.open_requests import OpenRequests
 from asyncengine.streams import FINISH_REASONS, RequestStream
-from asyncengine.wire.messages import Deltas, Encoded, Finish, Marks, Openings, PromptColumns
+from asyncengine.wire.answers import Deltas, Encoded, Marks, Openings, PromptColumns
+from asyncengine.wire.base import Finish
 
 
 class DeltaFeed:

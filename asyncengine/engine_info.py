@@ -14,7 +14,7 @@ from asyncengine.config import (
     ToolCallFormat,
 )
 from asyncengine.model_files import ResolvedModel
-from asyncengine.wire.messages import MemoryAccount, RunnerInfo, TokenizerInfo
+from asyncengine.wire.reports import MemoryAccount, RunnerInfo, TokenizerInfo
 
 HealthState = Literal["starting", "ready", "stalled", "recovering", "draining", "failed", "closed"]
 
@@ -25,7 +25,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_format: how the model writes its calls, None if it does not or that is not known. reasoning: whether it
     may think before it answers. tag_tokens: tags of both that are tokens of its vocabulary.
 
-    The rest is as gpu_runner reports it: see `wire.messages.RunnerInfo`.
+    The rest is as gpu_runner reports it: see `wire.reports.RunnerInfo`.
     """
 
     model: str

@@ -39,18 +39,9 @@ from asyncengine.sampling import SamplingParams
 from asyncengine.streams import ChatPrompt, Delta, RequestStream
 from asyncengine.tokenizer_links import TokenizerLinks
 from asyncengine.wire.accounting import RingWriter, TurnRecord
-from asyncengine.wire.messages import (
-    Cancel,
-    Cancelled,
-    Deltas,
-    Detokenize,
-    Detokenized,
-    Encoded,
-    Failed,
-    ToEngine,
-    Tokenized,
-)
+from asyncengine.wire.answers import Cancel, Cancelled, Deltas, Detokenized, Encoded, Failed, ToEngine, Tokenized
 from asyncengine.wire.pipes import Pipes, Receiver
+from asyncengine.wire.requests import Detokenize
 
 logger = logging.getLogger(__name__)
 
@@ -325,7 +316,7 @@ class FrontEnd:
         choice.attempt.acknowledge()
         stream = choice.stream
         if not stream.begun:
-            choice.request.refused = True
+            choice.attempt.refused = True
         elif choice.index in stream.unfinished:
             self._feed.count_end(stream, choice.index, "error", at_ns=time.monotonic_ns())
         stream.fail(error, gone=choice.index)
@@ -341,10 +332,9 @@ class FrontEnd:
 
     def _abort(self, request: OpenRequest, choices: Iterable[int]) -> None:
         """Have `choices` of a request end wherever they are."""
-        for index in choices:
-            if not request.refused:
-                self._feed.count_end(request.stream, index, "abort", at_ns=time.monotonic_ns())
-            choice = request.choices[index]
+        for choice in map(request.choices.__getitem__, choices):
+            if not choice.attempt.refused:
+                self._feed.count_end(choice.stream, choice.index, "abort", at_ns=time.monotonic_ns())
             self._links.abort(choice.rid, choice.attempt.tokenizer)
         self._push_on()
 

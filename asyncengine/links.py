@@ -8,8 +8,8 @@ from asyncengine.config import Role
 from asyncengine.questions import Questions
 from asyncengine.recent_rids import RecentRids
 from asyncengine.tokenizer_links import TokenizerLink, TokenizerLinks
-from asyncengine.wire.messages import Abort, Relink
 from asyncengine.wire.pipes import Pipes, Sender, pipe_name
+from asyncengine.wire.requests import Abort, Relink
 
 Lives = dict[tuple[Role, int], int]
 """How often the process in each place has been replaced, where that is not never."""

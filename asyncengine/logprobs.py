@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import msgspec
 
-from asyncengine.wire.messages import LogprobColumns, PromptColumns
+from asyncengine.wire.answers import LogprobColumns, PromptColumns
 
 LOWEST_LOGPROB = -9999.0
 """Stands for anything smaller, minus infinity included, which JSON could not hold."""

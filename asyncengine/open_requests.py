@@ -15,14 +15,15 @@ from asyncengine.tokenizer_links import TokenizerLink
 
 class Attempt:
     """One time that a prompt was sent out: the tokenizer that got it, and its bytes while they are unacknowledged.
-    heard: there was news of a choice that went with it, so it has left the tokenizer."""
+    heard: there was news of a choice that went with it, so it has left the tokenizer. refused: it never ran."""
 
-    __slots__ = ("heard", "tokenizer", "unacked_bytes")
+    __slots__ = ("heard", "refused", "tokenizer", "unacked_bytes")
 
     def __init__(self, tokenizer: TokenizerLink, prompt_bytes: int) -> None:
         self.tokenizer = tokenizer
         self.unacked_bytes = prompt_bytes
         self.heard = False
+        self.refused = False
         tokenizer.unacked_bytes += prompt_bytes
 
     def acknowledge(self) -> None:
@@ -34,11 +35,10 @@ class OpenChoice:
     """Choice number `index` under its present rid. shard: the detokenizer that has it, -1 before its first news under
     this rid. repeated: how many of the next tokens the stream has already."""
 
-    __slots__ = ("attempt", "index", "repeated", "request", "rid", "shard", "stream")
+    __slots__ = ("attempt", "index", "repeated", "rid", "shard", "stream")
 
-    def __init__(self, request: OpenRequest, index: int, rid: int, attempt: Attempt, *, repeated: int) -> None:
-        self.request = request
-        self.stream = request.stream
+    def __init__(self, stream: RequestStream, index: int, rid: int, attempt: Attempt, *, repeated: int) -> None:
+        self.stream = stream
         self.index = index
         self.rid = rid
         self.attempt = attempt
@@ -59,16 +59,16 @@ class OpenChoice:
 
 class OpenRequest:
     """An open request: its stream, and its prompt's message and size in case it must be sent again. name: what its
-    caller calls it, "" for nothing. choices: by index, once it was added. refused: it never ran."""
+    caller calls it, "" for nothing. choices: by index, once it was added; they do not lead back here, so that all of
+    this goes with its last user."""
 
-    __slots__ = ("choices", "message", "name", "prompt_bytes", "refused", "stream")
+    __slots__ = ("choices", "message", "name", "prompt_bytes", "stream")
 
     def __init__(self, stream: RequestStream, message: PromptMessage, prompt_bytes: int, name: str) -> None:
         self.stream = stream
         self.message = message
         self.prompt_bytes = prompt_bytes
         self.name = name
-        self.refused = False
         self.choices: list[OpenChoice] = []
 
     def acknowledge(self) -> None:
@@ -101,7 +101,7 @@ class OpenRequests:
         """Take in a request that was sent to `tokenizer`."""
         attempt = Attempt(tokenizer, request.prompt_bytes)
         for index in range(num_choices):
-            choice = OpenChoice(request, index, request.message.rid + index, attempt, repeated=0)
+            choice = OpenChoice(request.stream, index, request.message.rid + index, attempt, repeated=0)
             request.choices.append(choice)
             self._by_rid[choice.rid] = choice
         self._requests[request] = None
@@ -109,16 +109,21 @@ class OpenRequests:
             self._by_name.setdefault(request.name, {})[request] = None
 
     def move(
-        self, choices: Sequence[OpenChoice], *, rid: int, tokenizer: TokenizerLink, repeated: Sequence[int]
+        self,
+        request: OpenRequest,
+        choices: Sequence[OpenChoice],
+        *,
+        rid: int,
+        tokenizer: TokenizerLink,
+        repeated: Sequence[int],
     ) -> None:
-        """Choices of one request were sent out again, by way of `tokenizer` and as `rid` and those behind it."""
-        request = choices[0].request
+        """Choices of a request were sent out again, by way of `tokenizer` and as `rid` and those behind it."""
         attempt = Attempt(tokenizer, request.prompt_bytes)
         for place, (old, count) in enumerate(zip(choices, repeated, strict=True)):
             # where others stay behind, there was news of them: the tokenizer has done its part for all
             old.attempt.acknowledge()
             del self._by_rid[old.rid]
-            choice = OpenChoice(request, old.index, rid + place, attempt, repeated=count)
+            choice = OpenChoice(request.stream, old.index, rid + place, attempt, repeated=count)
             request.choices[old.index] = choice
             self._by_rid[choice.rid] = choice
 
@@ -139,7 +144,7 @@ class OpenRequests:
         assert choices == self._by_rid
         assert all(rid == choice.rid for rid, choice in choices.items())
         assert all(
-            choice.index == index and choice.request is request
+            choice.index == index and choice.stream is request.stream
             for request in self._requests
             for index, choice in enumerate(request.choices)
         )

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 from asyncengine.errors import EngineError
 from asyncengine.questions import Questions
-from asyncengine.wire.messages import Cancel, Cancelled
+from asyncengine.wire.answers import Cancel, Cancelled
 from asyncengine.wire.pipes import Pipes, Sender
 
 CANCEL_SECONDS = 2.0

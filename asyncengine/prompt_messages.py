@@ -11,8 +11,8 @@ from asyncengine.engine_info import EngineInfo
 from asyncengine.errors import InvalidRequestError
 from asyncengine.sampling import SamplingParams
 from asyncengine.streams import ChatPrompt
-from asyncengine.wire.messages import EncodeChat, EncodeIds, EncodeText, TokenizeChat, TokenizeText
 from asyncengine.wire.pipes import MAX_MESSAGE_BYTES
+from asyncengine.wire.requests import EncodeChat, EncodeIds, EncodeText, TokenizeChat, TokenizeText
 
 PromptMessage = EncodeText | EncodeIds | EncodeChat
 

@@ -74,4 +74,4 @@ class Recovery:
             self._links.abort(choice.rid, choice.attempt.tokenizer)
         message = msgspec.structs.replace(request.message, rid=rid, resume=tuple(resume for resume, _ in resumes))
         tokenizer = self._links.tokenizers.resend(message)
-        self._requests.move(lost, rid=rid, tokenizer=tokenizer, repeated=[count for _, count in resumes])
+        self._requests.move(request, lost, rid=rid, tokenizer=tokenizer, repeated=[count for _, count in resumes])

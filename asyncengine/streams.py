@@ -10,7 +10,8 @@ import msgspec
 from asyncengine.errors import EngineDeadError, EngineError
 from asyncengine.logprobs import PromptLogprob, TokenLogprob
 from asyncengine.timeline import Timeline
-from asyncengine.wire.messages import Finish, Markup, Resume
+from asyncengine.wire.base import Finish
+from asyncengine.wire.requests import Markup, Resume
 
 FINISH_REASONS = {
     Finish.STOP: "stop",

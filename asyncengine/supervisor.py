@@ -30,8 +30,8 @@ from asyncengine.model_files import ResolvedModel, resolve_model
 from asyncengine.run_dir import RunDir
 from asyncengine.startup_progress import StartupProgress
 from asyncengine.watchdog import LOOK_SECONDS, Watchdog
-from asyncengine.wire.messages import Fatal, Heartbeat, Progress, Ready, RunnerInfo, TokenizerInfo, ToSupervisor
 from asyncengine.wire.pipes import Pipes, Receiver
+from asyncengine.wire.reports import Fatal, Heartbeat, Progress, Ready, RunnerInfo, TokenizerInfo, ToSupervisor
 
 logger = logging.getLogger(__name__)
 
@@ -139,19 +139,13 @@ class Supervisor:
         return describe_engine(
             self._config,
             model,
-            msgspec.convert(self.ready_info("gpu_runner"), RunnerInfo),
-            msgspec.convert(self.ready_info("tokenizer_proc"), TokenizerInfo),
+            msgspec.convert(self._children["gpu_runner", 0].info, RunnerInfo),
+            msgspec.convert(self._children["tokenizer_proc", 0].info, TokenizerInfo),
         )
 
     def pids(self) -> dict[str, int]:
         """Process ids by name (the role, with the worker's index where there are several)."""
         return {child.name: child.process.pid for child in self._children.values()}
-
-    def ready_info(self, role: Role, index: int = 0) -> dict[str, object]:
-        """What a started sidecar said about itself."""
-        ready = self._children[role, index].ready
-        assert ready is not None
-        return ready.info
 
     def gauges(self, role: Role, index: int = 0) -> dict[str, int]:
         """The gauges of a sidecar's latest heartbeat; empty before the first."""
@@ -275,7 +269,7 @@ class Supervisor:
                     self._progress.update(child.role, child.index, message.phase, message.done, message.total)
             case Ready():
                 self._enter_phase(child, "serve")
-                child.ready = message
+                child.ready, child.info = message, message.info
                 if self._progress:
                     self._progress.ready(child.role, child.index, time.monotonic() - child.started)
                 if child.life:
@@ -321,7 +315,7 @@ class Supervisor:
         except StartupError as error:
             self._fail(error.message)
             return
-        successor.gauges = child.gauges  # until it has its own
+        successor.info, successor.gauges = child.info, child.gauges
 
     def _recovered(self, child: Child) -> None:
         seconds = self._losses.end(child.name, time.monotonic())

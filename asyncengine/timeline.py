@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import msgspec
 
-from asyncengine.wire.messages import MARK_RETRACTED
+from asyncengine.wire.frames import MARK_RETRACTED
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
@@ -34,7 +34,7 @@ class Timeline(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
     Nearly in this order: arrived, encoded, queued, started, computed, seen, finished. `encoded` and `queued` are
     stamped by two processes within microseconds, and what is told last may be missing at a quick end.
-    marks: int64 [M, 2], as in `wire.messages.RowMarks`.
+    marks: int64 [M, 2], as in `wire.frames.RowMarks`.
     """
 
     arrived: int

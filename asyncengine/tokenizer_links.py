@@ -7,8 +7,8 @@ from typing import Any
 
 from asyncengine.errors import OverloadedError
 from asyncengine.questions import Questions
-from asyncengine.wire.messages import Detokenize, TokenizeChat, TokenizeText, ToTokenizer
 from asyncengine.wire.pipes import Sender
+from asyncengine.wire.requests import Detokenize, TokenizeChat, TokenizeText, ToTokenizer
 
 Question = TokenizeText | TokenizeChat | Detokenize
 

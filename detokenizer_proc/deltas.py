@@ -7,7 +7,9 @@ from itertools import accumulate
 
 import msgspec
 
-from asyncengine.wire.messages import Deltas, Finish, Marks, Open, Openings, PromptColumns
+from asyncengine.wire.answers import Deltas, Marks, Openings, PromptColumns
+from asyncengine.wire.base import Finish
+from asyncengine.wire.frames import Open
 from asyncengine.wire.pipes import Sender
 from detokenizer_proc import logprob_columns
 from detokenizer_proc.logprob_columns import ShownLogprobs

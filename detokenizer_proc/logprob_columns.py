@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from asyncengine.wire.messages import LogprobColumns, PromptColumns, PromptLogprobs, StepFrame
+from asyncengine.wire.answers import LogprobColumns, PromptColumns
+from asyncengine.wire.frames import PromptLogprobs, StepFrame
 
 
 class StepLogprob(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncengine.wire.messages import DetokenizeOptions, Open
+from asyncengine.wire.frames import DetokenizeOptions, Open
 from detokenizer_proc.deltas import DeltaOutbox, PendingDelta
 from detokenizer_proc.logprob_gate import LogprobGate
 from detokenizer_proc.stop_strings import StopSearch

@@ -16,8 +16,10 @@ import msgspec
 from asyncengine.config import API_WORKER_SHIFT, SidecarConfig, worker_key
 from asyncengine.tokenizer_file import load_tokenizer
 from asyncengine.wire.accounting import RingWriter, TurnRecord
-from asyncengine.wire.messages import DetokenizeOptions, Finish, Open, StepFrame, StopHit, ToDetokenizer
+from asyncengine.wire.base import Finish
+from asyncengine.wire.frames import DetokenizeOptions, Open, StepFrame, ToDetokenizer
 from asyncengine.wire.pipes import Pipes, pipe_name
+from asyncengine.wire.requests import StopHit
 from asyncengine.wire.sidecar import HEARTBEAT_SECONDS, Reporter
 from detokenizer_proc.deltas import DeltaOutbox
 from detokenizer_proc.logprob_columns import Entry, prompt_columns, step_logprobs

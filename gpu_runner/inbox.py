@@ -6,8 +6,9 @@ import numpy as np
 
 from asyncengine.config import API_WORKER_SHIFT
 from asyncengine.errors import EngineError, InvalidRequestError, QueueFullError
-from asyncengine.wire.messages import Abort, Failed, Generate, StopHit, ToRunner, ToRunnerControl
+from asyncengine.wire.answers import Failed
 from asyncengine.wire.pipes import Pipes, Poller, Sender, pipe_name
+from asyncengine.wire.requests import Abort, Generate, StopHit, ToRunner, ToRunnerControl
 from gpu_runner.grammar.gate import GrammarGate
 from gpu_runner.outbox import Outbox
 from gpu_runner.schedule.limits import QueueLimits
@@ -91,7 +92,7 @@ class Inbox:
                 self._abort(message.rid)
 
     def _take(self, message: Generate) -> None:
-        if any(self._scheduler.knows(message.rid + choice) for choice in range(message.params.n)):
+        if any(map(self._scheduler.knows, message.rids)):
             self._repeated += 1
             return
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from asyncengine.config import worker_key
-from asyncengine.wire.messages import StepFrame
+from asyncengine.wire.frames import StepFrame
 from asyncengine.wire.pipes import Pipes, Sender, pipe_name
 from gpu_runner.schedule.plan import StepLogprobs
 from gpu_runner.schedule.step_output import StepOutput

@@ -23,8 +23,8 @@ import numpy as np
 from asyncengine.model_files import resolve_model
 from asyncengine.sampling import SamplingParams, Structured
 from asyncengine.tokenizer_file import load_tokenizer
-from asyncengine.wire.messages import Generate
 from asyncengine.wire.pipes import Pipes, make_run_dir
+from asyncengine.wire.requests import Generate
 from gpu_runner.device.token_masks import TokenMasks
 from gpu_runner.grammar.gate import GrammarGate
 from gpu_runner.grammar.process import GrammarSetup

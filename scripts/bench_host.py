@@ -37,8 +37,9 @@ import torch
 from asyncengine.config import PAGE_SIZE
 from asyncengine.sampling import SamplingParams
 from asyncengine.wire.accounting import RingWriter, StepRecord
-from asyncengine.wire.messages import RunnerInfo, ToDetokenizer
+from asyncengine.wire.frames import ToDetokenizer
 from asyncengine.wire.pipes import Pipes, make_run_dir
+from asyncengine.wire.reports import RunnerInfo
 from gpu_runner.accounting import COMMIT, DRAIN, LAUNCH, PLAN, SEND, WAIT, StepAccount
 from gpu_runner.device.buffers import PackedStep, RingSlot, pages_for
 from gpu_runner.device.executor import MAX_IN_FLIGHT, Executor

@@ -19,7 +19,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from asyncengine.wire.messages import Deltas, StepFrame
+from asyncengine.wire.answers import Deltas
+from asyncengine.wire.frames import StepFrame
 
 BATCHES = (1, 64, 512, 1024)
 MAX_RATIO = 3.0

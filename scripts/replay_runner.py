@@ -18,8 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncengine.config import API_WORKER_SHIFT, PAGE_SIZE, SidecarConfig
-from asyncengine.wire.messages import Abort, Deltas, Finish, Generate, RunnerInfo, ToRunner, ToRunnerControl
+from asyncengine.wire.answers import Deltas
+from asyncengine.wire.base import Finish
 from asyncengine.wire.pipes import Pipes, Poller, Sender
+from asyncengine.wire.reports import RunnerInfo
+from asyncengine.wire.requests import Abort, Generate, ToRunner, ToRunnerControl
 from asyncengine.wire.sidecar import HEARTBEAT_SECONDS, Reporter, run_sidecar
 
 DETOKENIZER_HIGH_WATER_MARK = 2

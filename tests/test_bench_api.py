@@ -11,8 +11,10 @@ from bench_api import Client, completion_request, even_shares
 from replay_runner import STAMP, STAMP_BYTES, WorkerRows
 
 from asyncengine.sampling import SamplingParams
-from asyncengine.wire.messages import Deltas, Finish, Generate
+from asyncengine.wire.answers import Deltas
+from asyncengine.wire.base import Finish
 from asyncengine.wire.pipes import Sender
+from asyncengine.wire.requests import Generate
 
 
 class Pipe:

@@ -9,17 +9,9 @@ import numpy as np
 
 from asyncengine.errors import InvalidRequestError
 from asyncengine.sampling import MAX_PROMPT_LOGPROBS, SamplingParams
-from asyncengine.wire.messages import (
-    DetokenizeOptions,
-    EncodeChat,
-    EncodeIds,
-    EncodeText,
-    Failed,
-    Generate,
-    Markup,
-    TokenizeChat,
-    TokenizeText,
-)
+from asyncengine.wire.answers import Failed
+from asyncengine.wire.frames import DetokenizeOptions
+from asyncengine.wire.requests import EncodeChat, EncodeIds, EncodeText, Generate, Markup, TokenizeChat, TokenizeText
 from tokenizer_proc.chat_template import ChatTemplate, Rendered
 from tokenizer_proc.conversation import parse_conversation, parse_template_kwargs, parse_tools
 from tokenizer_proc.vocabulary import Int32, Vocabulary

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from asyncengine.errors import InvalidRequestError
-from asyncengine.wire.messages import Detokenize, Detokenized, Failed, TokenizeChat, Tokenized, TokenizeText
+from asyncengine.wire.answers import Detokenized, Failed, Tokenized
 from asyncengine.wire.pipes import MAX_MESSAGE_BYTES
+from asyncengine.wire.requests import Detokenize, TokenizeChat, TokenizeText
 from tokenizer_proc.prompt_encoder import PromptEncoder, read_ids, refusal
 from tokenizer_proc.vocabulary import Int32, Vocabulary
 

@@ -17,22 +17,21 @@ from asyncengine.config import API_WORKER_SHIFT, SidecarConfig, worker_key
 from asyncengine.errors import StartupError
 from asyncengine.tokenizer_file import TokenizerFile, load_tokenizer
 from asyncengine.wire.accounting import RingWriter, TurnRecord
-from asyncengine.wire.messages import (
+from asyncengine.wire.answers import Encoded, Failed
+from asyncengine.wire.pipes import Pipes, Sender, pipe_name
+from asyncengine.wire.reports import TokenizerInfo
+from asyncengine.wire.requests import (
     Abort,
     Detokenize,
     EncodeChat,
-    Encoded,
     EncodeIds,
     EncodeText,
-    Failed,
     Generate,
     Relink,
     TokenizeChat,
-    TokenizerInfo,
     TokenizeText,
     ToTokenizer,
 )
-from asyncengine.wire.pipes import Pipes, Sender, pipe_name
 from asyncengine.wire.sidecar import HEARTBEAT_SECONDS, Reporter
 from tokenizer_proc.answer_format import tag_tokens, tool_call_format, writes_reasoning
 from tokenizer_proc.chat_template import ChatTemplate

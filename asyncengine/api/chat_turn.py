@@ -18,7 +18,7 @@ from asyncengine.engine_info import EngineInfo
 from asyncengine.errors import InvalidRequestError
 from asyncengine.sampling import SamplingParams, Structured
 from asyncengine.streams import ChatPrompt
-from asyncengine.wire.messages import Markup
+from asyncengine.wire.requests import Markup
 
 
 class ChatTurn(msgspec.Struct, frozen=True, kw_only=True):

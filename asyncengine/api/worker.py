@@ -19,7 +19,7 @@ from asyncengine.config import Role, SidecarConfig
 from asyncengine.engine_info import EngineInfo, Health
 from asyncengine.front_end import FrontEnd
 from asyncengine.telemetry import make_tracing
-from asyncengine.wire.messages import EngineStatus, ToEngine
+from asyncengine.wire.answers import EngineStatus, ToEngine
 from asyncengine.wire.pipes import Pipes
 from asyncengine.wire.sidecar import HEARTBEAT_SECONDS, Reporter, run_sidecar
 

@@ -23,7 +23,7 @@ from asyncengine.engine_info import DRAINING, EngineInfo, Health
 from asyncengine.errors import StartupError
 from asyncengine.startup_progress import StartupProgress
 from asyncengine.supervisor import Supervisor
-from asyncengine.wire.messages import EngineStatus
+from asyncengine.wire.answers import EngineStatus
 from asyncengine.wire.pipes import Sender
 from asyncengine.wire.sidecar import HEARTBEAT_SECONDS
 

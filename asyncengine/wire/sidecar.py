@@ -22,8 +22,8 @@ import msgspec
 
 from asyncengine.config import Role, SidecarConfig
 from asyncengine.errors import StartupError
-from asyncengine.wire.messages import Fatal, Heartbeat, Progress, Ready
 from asyncengine.wire.pipes import Pipes
+from asyncengine.wire.reports import Fatal, Heartbeat, Progress, Ready
 
 PR_SET_PDEATHSIG = 1
 HEARTBEAT_SECONDS = 0.25

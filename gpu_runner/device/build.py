@@ -8,7 +8,7 @@ import torch
 
 from asyncengine.config import PAGE_SIZE, EngineConfig
 from asyncengine.errors import StartupError
-from asyncengine.wire.messages import MemoryAccount, RunnerInfo
+from asyncengine.wire.reports import MemoryAccount, RunnerInfo
 from gpu_runner.device.buffers import pages_for
 from gpu_runner.device.executor import Executor
 from gpu_runner.device.host import available_memory_bytes, usable_cores

@@ -20,7 +20,7 @@ import torch
 
 from asyncengine.config import PAGE_SIZE, EngineConfig
 from asyncengine.errors import StartupError
-from asyncengine.wire.messages import MemoryAccount
+from asyncengine.wire.reports import MemoryAccount
 from gpu_runner.device.buffers import pages_for
 from gpu_runner.device.gpu_memory import GpuMemory, estimate_graph_bytes
 from gpu_runner.device.graph_step import GraphStep

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from asyncengine.wire.messages import RunnerInfo
+from asyncengine.wire.reports import RunnerInfo
 from gpu_runner.device.buffers import MAX_IN_FLIGHT, RING_DEPTH, PackedStep, Packer, RingSlot
 from gpu_runner.device.sampling_path import SamplingPaths
 from gpu_runner.device.stream import Stream

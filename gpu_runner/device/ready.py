@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from asyncengine.wire.messages import MemoryAccount
+from asyncengine.wire.reports import MemoryAccount
 from gpu_runner.device.executor import StepRunner
 from gpu_runner.device.memory import KvSize
 from gpu_runner.device.stream import Stream

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from asyncengine.config import PAGE_SIZE
-from asyncengine.wire.messages import Finish
+from asyncengine.wire.base import Finish
 from gpu_runner.device.buffers import PackedStep, RingSlot
 from gpu_runner.device.state import DeviceState
 from gpu_runner.device.token_masks import TokenMasks

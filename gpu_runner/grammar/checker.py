@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 from asyncengine.errors import EngineError, InvalidRequestError
 from asyncengine.sampling import Structured
-from asyncengine.wire.messages import CheckGrammar, FromGrammar, Generate, GrammarChecked
+from asyncengine.wire.grammar_messages import CheckGrammar, FromGrammar, GrammarChecked
+from asyncengine.wire.requests import Generate
 from gpu_runner.grammar.process import GrammarProcess
 
 CHECK_SECONDS = 2.0

@@ -6,8 +6,9 @@ import time
 
 from asyncengine.config import GrammarJob
 from asyncengine.errors import EngineError
-from asyncengine.wire.messages import FromGrammar, Generate
+from asyncengine.wire.grammar_messages import FromGrammar
 from asyncengine.wire.pipes import Pipes, Receiver, pipe_name
+from asyncengine.wire.requests import Generate
 from gpu_runner.grammar.checker import GrammarChecker
 from gpu_runner.grammar.matches import Matches
 from gpu_runner.grammar.process import GrammarProcess, GrammarSetup

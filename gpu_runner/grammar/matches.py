@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from asyncengine.sampling import Structured
-from asyncengine.wire.messages import AdvanceMatches, FromGrammar, MasksReady, MatchFailed, OpenMatch
+from asyncengine.wire.grammar_messages import AdvanceMatches, FromGrammar, MasksReady, MatchFailed, OpenMatch
 from gpu_runner.grammar.process import GrammarProcess
 from gpu_runner.schedule.mask_work import MaskWork
 from gpu_runner.schedule.plan import Int32

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from asyncengine.config import GrammarConfig, GrammarJob
-from asyncengine.wire.messages import GrammarReady, ToGrammar
+from asyncengine.wire.grammar_messages import GrammarReady, ToGrammar
 from asyncengine.wire.pipes import Pipes, pipe_name
 from asyncengine.wire.sidecar import write_config
 

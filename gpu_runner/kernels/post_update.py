@@ -20,7 +20,7 @@ from gpu_runner.kernels.upload_layout import TURN_WORD
 
 FINISH_STOP = 1
 FINISH_LENGTH = 2
-"""The values of `asyncengine.wire.messages.Finish` that are decided here; 0 while a row runs."""
+"""The values of `asyncengine.wire.base.Finish` that are decided here; 0 while a row runs."""
 ROWS = 32
 NUM_WARPS = 4
 """A thread takes four of the 32 x 16 stop ids, one 16-byte access."""

@@ -6,7 +6,7 @@ from array import array
 
 import numpy as np
 
-from asyncengine.wire.messages import MARK_RETRACTED, MARK_TOKEN, RowMarks
+from asyncengine.wire.frames import MARK_RETRACTED, MARK_TOKEN, RowMarks
 from gpu_runner.schedule.plan import Bool, Int32
 
 MAX_MARKS = 128

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncengine.wire.messages import PromptLogprobs
+from asyncengine.wire.frames import PromptLogprobs
 from gpu_runner.schedule.plan import StepPlan, StepScores
 from gpu_runner.schedule.slots import Slots
 

@@ -28,7 +28,9 @@ from numpy.typing import NDArray
 
 from asyncengine.config import PAGE_SIZE, SchedulingPolicy
 from asyncengine.sampling import SamplingParams
-from asyncengine.wire.messages import Finish, Open, Resume, RowMarks
+from asyncengine.wire.base import Finish
+from asyncengine.wire.frames import Open, RowMarks
+from asyncengine.wire.requests import Resume
 from gpu_runner.schedule.buckets import token_buckets
 from gpu_runner.schedule.limits import total_tokens
 from gpu_runner.schedule.masked_rows import MaskedRows

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncengine.wire.messages import Finish, Open, RowMarks
+from asyncengine.wire.base import Finish
+from asyncengine.wire.frames import Open, RowMarks
 from gpu_runner.schedule.plan import Int32, StepLogprobs, UInt8
 
 

@@ -16,7 +16,7 @@ from asyncengine.api.schema import ChatRequest, CompletionRequest, Message, Stre
 from asyncengine.api.structured import StructuredOutputs
 from asyncengine.api.timings import PARTS, PreemptionJson, PrefillChunkJson, timings
 from asyncengine.timeline import Timeline
-from asyncengine.wire.messages import MARK_RETRACTED, MARK_TOKEN
+from asyncengine.wire.frames import MARK_RETRACTED, MARK_TOKEN
 
 MS = 1_000_000
 MARKS = array(

@@ -11,7 +11,7 @@ from asyncengine.api.relay import Relay
 from asyncengine.errors import EngineDeadError, InvalidRequestError
 from asyncengine.sampling import SamplingParams
 from asyncengine.streams import RequestStream
-from asyncengine.wire.messages import Finish
+from asyncengine.wire.base import Finish
 
 
 class Out:

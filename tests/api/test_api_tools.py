@@ -17,7 +17,7 @@ from asyncengine.api.tools import MAX_SCHEMA_DEPTH, MAX_TOOLS
 from asyncengine.client import AsyncClient
 from asyncengine.errors import InvalidRequestError
 from asyncengine.sampling import MAX_STRUCTURED_BYTES
-from asyncengine.wire.messages import Markup
+from asyncengine.wire.requests import Markup
 
 USER: Any = {"role": "user", "content": "Weather in Paris and Köln?"}
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -10,18 +10,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from asyncengine.wire.messages import (
-    Deltas,
-    DetokenizeOptions,
-    Finish,
-    Open,
-    PromptLogprobs,
-    RowMarks,
-    StepFrame,
-    ToEngine,
-    ToRunnerControl,
-)
+from asyncengine.wire.answers import Deltas, ToEngine
+from asyncengine.wire.base import Finish
+from asyncengine.wire.frames import DetokenizeOptions, Open, PromptLogprobs, RowMarks, StepFrame
 from asyncengine.wire.pipes import Pipes, Receiver
+from asyncengine.wire.requests import ToRunnerControl
 
 WAIT_MS = 60_000
 

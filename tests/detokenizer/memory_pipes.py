@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import msgspec
 
-from asyncengine.wire.messages import StepFrame
+from asyncengine.wire.frames import StepFrame
 from asyncengine.wire.pipes import Pipes
 
 

@@ -15,7 +15,9 @@ from toy_tokenizers import BYTE_LEVEL_SIZE, BYTE_START, HIDDEN, LONG, NAMELESS, 
 
 from asyncengine.logprobs import LOWEST_LOGPROB, PromptLogprob, TokenLogprob, TopLogprob, unpack, unpack_prompt
 from asyncengine.wire.accounting import RingWriter, TurnRecord
-from asyncengine.wire.messages import Deltas, Finish, Open, PromptLogprobs
+from asyncengine.wire.answers import Deltas
+from asyncengine.wire.base import Finish
+from asyncengine.wire.frames import Open, PromptLogprobs
 from asyncengine.wire.pipes import Pipes, make_run_dir
 from detokenizer_proc.vocabulary import Vocabulary
 from detokenizer_proc.worker import ENGINE_HIGH_WATER_MARK, Worker

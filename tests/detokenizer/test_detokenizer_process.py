@@ -12,8 +12,9 @@ from support.tokenizers_cache import default_model_file
 
 from asyncengine.config import EngineConfig, SidecarConfig
 from asyncengine.tokenizer_file import load_tokenizer
-from asyncengine.wire.messages import Fatal, Finish, Heartbeat, Progress, Ready, ToSupervisor
+from asyncengine.wire.base import Finish
 from asyncengine.wire.pipes import Receiver, make_run_dir
+from asyncengine.wire.reports import Fatal, Heartbeat, Progress, Ready, ToSupervisor
 from asyncengine.wire.sidecar import write_config
 
 

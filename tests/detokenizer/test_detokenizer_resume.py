@@ -23,8 +23,10 @@ from toy_tokenizers import (
 )
 
 from asyncengine.logprobs import TokenLogprob, unpack
-from asyncengine.wire.messages import Deltas, Finish, StopHit
+from asyncengine.wire.answers import Deltas
+from asyncengine.wire.base import Finish
 from asyncengine.wire.pipes import pipe_name
+from asyncengine.wire.requests import StopHit
 from detokenizer_proc.vocabulary import Vocabulary
 from detokenizer_proc.worker import Worker
 

@@ -14,8 +14,11 @@ from toy_tokenizers import BYTE_LEVEL_SIZE, HIDDEN, LONG, byte_level
 
 from asyncengine.config import API_WORKER_SHIFT
 from asyncengine.wire.accounting import RingReader, RingWriter, TurnRecord
-from asyncengine.wire.messages import Finish, Marks, Open, Openings, RowMarks, StopHit
+from asyncengine.wire.answers import Marks, Openings
+from asyncengine.wire.base import Finish
+from asyncengine.wire.frames import Open, RowMarks
 from asyncengine.wire.pipes import Pipes, make_run_dir
+from asyncengine.wire.requests import StopHit
 from detokenizer_proc.vocabulary import Vocabulary
 from detokenizer_proc.worker import ENGINE_HIGH_WATER_MARK, Worker
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncengine.wire.messages import Open
+from asyncengine.wire.frames import Open
 from detokenizer_proc.deltas import PendingDelta
 from detokenizer_proc.logprob_columns import Entry
 from detokenizer_proc.logprob_gate import LogprobGate

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from asyncengine.config import MAX_STOP_IDS, PAGE_SIZE
-from asyncengine.wire.messages import RunnerInfo
+from asyncengine.wire.reports import RunnerInfo
 from gpu_runner.device.buffers import pages_for
 from gpu_runner.device.executor import Executor
 from gpu_runner.device.memory import allocate_kv_cache

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import StartupError
-from asyncengine.wire.messages import RunnerInfo
+from asyncengine.wire.reports import RunnerInfo
 from gpu_runner.device.build import build_executor
 from gpu_runner.device.target import check_capability, choose_device, choose_dtype
 from gpu_runner.models.registry import load_model

@@ -7,7 +7,7 @@ import pytest
 import torch
 from device_harness import NEVER, VOCAB, Prefill, Rig, Row, naive_greedy
 
-from asyncengine.wire.messages import Finish
+from asyncengine.wire.base import Finish
 from gpu_runner.schedule.plan import StepPlan, StepResult
 
 PROMPT = [5, 17, 80, 3, 3, 41, 9, 66, 12, 30, 2, 77, 50, 8, 21, 94, 33, 60, 7, 19]

@@ -15,7 +15,7 @@ from support.reference_logits import ReferenceLogits
 
 from asyncengine.config import Device
 from asyncengine.sampling import SamplingParams
-from asyncengine.wire.messages import PromptLogprobs
+from asyncengine.wire.frames import PromptLogprobs
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -11,7 +11,7 @@ from support.engine_core import EngineCore
 from support.random_model import write_config
 
 from asyncengine.sampling import SamplingParams, Structured
-from asyncengine.wire.messages import RunnerInfo
+from asyncengine.wire.reports import RunnerInfo
 from gpu_runner.device import graph_step
 from gpu_runner.device.buffers import pages_for
 from gpu_runner.device.executor import Executor, StepRunner

@@ -14,20 +14,11 @@ from asyncengine.engine_info import EngineInfo
 from asyncengine.front_end import FrontEnd
 from asyncengine.sampling import SamplingParams
 from asyncengine.streams import Delta, RequestStream
-from asyncengine.wire.messages import (
-    Abort,
-    Cancelled,
-    Deltas,
-    Encoded,
-    LogprobColumns,
-    Openings,
-    PromptColumns,
-    PromptLogprobs,
-    ToRunnerControl,
-    ToTokenizer,
-    Wire,
-)
+from asyncengine.wire.answers import Cancelled, Deltas, Encoded, LogprobColumns, Openings, PromptColumns
+from asyncengine.wire.base import Wire
+from asyncengine.wire.frames import PromptLogprobs
 from asyncengine.wire.pipes import Pipes, Receiver, Sender, pipe_name
+from asyncengine.wire.requests import Abort, ToRunnerControl, ToTokenizer
 
 INFO = EngineInfo(
     model="m",

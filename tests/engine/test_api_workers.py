@@ -23,8 +23,8 @@ from asyncengine.engine_info import EngineInfo
 from asyncengine.errors import StartupError
 from asyncengine.front_end import FrontEnd
 from asyncengine.sampling import SamplingParams
-from asyncengine.wire.messages import Abort, EncodeIds, ToRunnerControl, ToTokenizer
 from asyncengine.wire.pipes import Pipes
+from asyncengine.wire.requests import Abort, EncodeIds, ToRunnerControl, ToTokenizer
 
 INFO = EngineInfo(
     model="m",

@@ -19,7 +19,7 @@ from asyncengine import AsyncEngine, ChatPrompt, Delta, EngineConfig, Health, Sa
 from asyncengine.config import Role
 from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError, StartupError
 from asyncengine.prompt_messages import pack_ids
-from asyncengine.wire.messages import Deltas, Encoded, Failed
+from asyncengine.wire.answers import Deltas, Encoded, Failed
 from asyncengine.wire.pipes import Sender
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

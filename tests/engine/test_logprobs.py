@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from asyncengine.logprobs import TokenLogprob, TopLogprob, unpack
-from asyncengine.wire.messages import LogprobColumns
+from asyncengine.wire.answers import LogprobColumns
 
 
 def columns(**changes: bytes) -> LogprobColumns:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,23 +19,10 @@ from asyncengine.errors import EngineError, InvalidRequestError
 from asyncengine.recent_rids import KEEP_SECONDS, RecentRids
 from asyncengine.sampling import SamplingParams
 from asyncengine.streams import ChatPrompt
-from asyncengine.wire.messages import (
-    Abort,
-    Detokenize,
-    Detokenized,
-    EncodeChat,
-    EncodeIds,
-    EncodeText,
-    EngineStatus,
-    Failed,
-    Finish,
-    Relink,
-    Resume,
-    Tokenized,
-    TokenizeText,
-    Wire,
-)
+from asyncengine.wire.answers import Detokenized, EngineStatus, Failed, Tokenized
+from asyncengine.wire.base import Finish, Wire
 from asyncengine.wire.pipes import Sender
+from asyncengine.wire.requests import Abort, Detokenize, EncodeChat, EncodeIds, EncodeText, Relink, Resume, TokenizeText
 
 PARAMS = SamplingParams(seed=7)
 LOST: list[tuple[Role, int]] = [("tokenizer_proc", 0), ("detokenizer_proc", 0), ("gpu_runner", 0)]
@@ -271,6 +260,25 @@ async def test_a_new_gpu_runner_gets_all_that_runs_in_order_of_arrival(short_pat
         for stream in streams:
             stream.close()
         ring.check_empty()
+
+
+@pytest.mark.parametrize("ended", [True, False])
+async def test_a_request_that_was_sent_again_is_released_with_its_stream(ended: bool, short_path: Path) -> None:
+    async with front_end_ring(short_path) as ring:
+        stream = ring.submit(PARAMS)
+        (request,) = ring.front._requests
+        message = request.message
+        await ring.say(deltas(0, "a", [1], shard=0))
+        ring.lose("gpu_runner", 0, 1)
+        if ended:
+            await ring.say(deltas(1, "b", [2], shard=0, finish=Finish.STOP))
+        gc.disable()
+        try:
+            stream.close()
+            del stream, request
+            assert sys.getrefcount(message) == 2  # this one, and the call's
+        finally:
+            gc.enable()
 
 
 async def test_what_is_no_news_changes_nothing(short_path: Path) -> None:

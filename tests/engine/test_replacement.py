@@ -22,9 +22,10 @@ from asyncengine.config import SIDECARS, EngineConfig, Role
 from asyncengine.engine_info import Health
 from asyncengine.errors import StartupError
 from asyncengine.losses import Losses
+from asyncengine.model_files import ResolvedModel
 from asyncengine.supervisor import Supervisor
-from asyncengine.wire.messages import Fatal, Heartbeat, Ready
 from asyncengine.wire.pipes import Pipes
+from asyncengine.wire.reports import Fatal, Heartbeat, Ready
 
 MODULES: dict[Role, str] = {
     "gpu_runner": "support.idle_runner",
@@ -99,6 +100,7 @@ async def test_every_sidecar_that_is_killed_is_replaced_and_the_engine_hears_of_
     orders: Orders, caplog: pytest.LogCaptureFixture
 ) -> None:
     heard = Heard()
+    model = ResolvedModel(Path("model"), "model")
     async with started(heard, EngineConfig(tokenizer_workers=2, max_crashes=9)) as supervisor:
         assert supervisor.health() == Health(state="ready")
         for name, role, index in (
@@ -107,11 +109,13 @@ async def test_every_sidecar_that_is_killed_is_replaced_and_the_engine_hears_of_
             ("detokenizer_proc", "detokenizer_proc", 0),
         ):
             orders.give(f"{role}.{index}.1", "wait")
+            info = supervisor.engine_info(model)
             before = supervisor.pids()[name]
             kill(supervisor, name)
             await until(lambda: supervisor.health().state == "recovering")
             assert re.fullmatch(rf"being replaced: {name} \(lost \d+\.\d s ago\)", supervisor.health().detail)
             assert (role, index, 1) not in heard.relinks
+            assert supervisor.engine_info(model) == info
             assert f"{role}.{index}" not in supervisor.lives()
             orders.end(f"{role}.{index}.1")
             await until(lambda: supervisor.health().state == "ready")

@@ -8,7 +8,7 @@ import msgspec
 
 from asyncengine.engine_info import EngineInfo
 from asyncengine.startup_report import report
-from asyncengine.wire.messages import MemoryAccount, Ready, RunnerInfo
+from asyncengine.wire.reports import MemoryAccount, Ready, RunnerInfo
 
 GIB = 2**30
 

@@ -10,7 +10,7 @@ import pytest
 from asyncengine.errors import EngineDeadError, EngineError
 from asyncengine.logprobs import TokenLogprob
 from asyncengine.streams import Delta, RequestStream
-from asyncengine.wire.messages import Finish
+from asyncengine.wire.base import Finish
 
 
 def make_stream(n: int = 1, stop: tuple[str, ...] = (), stop_token_ids: tuple[int, ...] = ()) -> RequestStream:

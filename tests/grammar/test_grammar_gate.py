@@ -11,16 +11,16 @@ import pytest
 
 from asyncengine.errors import EngineError, InvalidRequestError
 from asyncengine.sampling import SamplingParams, Structured
-from asyncengine.wire.messages import (
+from asyncengine.wire.grammar_messages import (
     AdvanceMatches,
     CheckGrammar,
-    Generate,
     GrammarChecked,
     GrammarReady,
     MasksReady,
     MatchFailed,
     OpenMatch,
 )
+from asyncengine.wire.requests import Generate
 from gpu_runner.grammar.checker import CHECK_SECONDS, PATIENCE, START_SECONDS, GrammarChecker
 from gpu_runner.grammar.matches import ANSWER_SECONDS, Matches
 from gpu_runner.schedule.mask_work import MaskWork, OpenedRow

@@ -7,8 +7,9 @@ import shutil
 import numpy as np
 
 from asyncengine.sampling import SamplingParams, Structured
-from asyncengine.wire.messages import Failed, Generate, ToEngine
+from asyncengine.wire.answers import Failed, ToEngine
 from asyncengine.wire.pipes import Pipes, make_run_dir
+from asyncengine.wire.requests import Generate
 from gpu_runner.inbox import Inbox
 from gpu_runner.outbox import Outbox
 from gpu_runner.schedule.limits import QueueLimits

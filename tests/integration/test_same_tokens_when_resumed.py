@@ -15,7 +15,7 @@ from support.engine_core import EngineCore, TokenLogprobs
 from support.random_model import VOCAB_SIZE, write_config
 
 from asyncengine.sampling import SamplingParams, Structured
-from asyncengine.wire.messages import Finish
+from asyncengine.wire.base import Finish
 from gpu_runner.grammar.child.compiler import Compiler
 from gpu_runner.grammar.child.masks import Masks
 from gpu_runner.schedule.mask_work import MaskWork

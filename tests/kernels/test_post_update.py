@@ -13,7 +13,7 @@ from step_plans import DEVICE, STATE_TENSORS, PlanMaker, poisoned_state
 from torch import Tensor
 
 from asyncengine.config import MAX_STOP_IDS, PAGE_SIZE
-from asyncengine.wire.messages import Finish
+from asyncengine.wire.base import Finish
 from gpu_runner.device.buffers import RingSlot, pack
 from gpu_runner.device.sampling_path import SamplingPaths
 from gpu_runner.device.state import DeviceState

@@ -11,7 +11,7 @@ from support.engine_core import EngineCore
 
 from asyncengine.config import PAGE_SIZE
 from asyncengine.sampling import Structured
-from asyncengine.wire.messages import Finish
+from asyncengine.wire.base import Finish
 from gpu_runner.schedule.mask_work import MaskWork
 from gpu_runner.schedule.plan import StepPlan
 from gpu_runner.schedule.slots import State

@@ -10,8 +10,9 @@ import pytest
 
 from asyncengine.errors import QueueFullError
 from asyncengine.sampling import SamplingParams
-from asyncengine.wire.messages import Abort, Failed, Generate, Resume, ToEngine
+from asyncengine.wire.answers import Failed, ToEngine
 from asyncengine.wire.pipes import Pipes, make_run_dir
+from asyncengine.wire.requests import Abort, Generate, Resume
 from gpu_runner.inbox import Inbox
 from gpu_runner.outbox import Outbox
 from gpu_runner.schedule.limits import QueueLimits

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from asyncengine.sampling import SamplingParams
-from asyncengine.wire.messages import Abort, Failed, Generate, Relink, Resume, StepFrame, StopHit, ToEngine
+from asyncengine.wire.answers import Failed, ToEngine
+from asyncengine.wire.frames import StepFrame
 from asyncengine.wire.pipes import Pipes, Receiver, make_run_dir
+from asyncengine.wire.requests import Abort, Generate, Relink, Resume, StopHit
 from gpu_runner.inbox import Inbox
 from gpu_runner.outbox import MAX_BACKLOG, Outbox
 from gpu_runner.schedule.limits import QueueLimits
@@ -173,3 +175,12 @@ def test_only_the_choices_that_were_lost_are_taken_up_again(pipes: Pipes) -> Non
         assert ends.inbox.wait(LONG_MS)
         ends.inbox.drain()
     assert 5 in ends.scheduler.queue
+
+
+def test_a_choice_that_was_lost_alone_is_not_taken_for_its_neighbour(pipes: Pipes) -> None:
+    ends = Ends(pipes)
+    params, prompt = SamplingParams(n=4, seed=100), int32(1, 2).tobytes()
+    later, sooner = (Generate(rid, prompt, params, 3, b"", "", (Resume(1, b"", 0),)) for rid in (6, 5))
+    ends.hear(later, sooner, sooner)
+    assert [request.rid for request in ends.scheduler.queue if request.rid < 1_000] == [6, 5]
+    assert ends.inbox.malformed == 1

@@ -9,7 +9,8 @@ from support.engine_core import EngineCore
 from asyncengine.config import SchedulingPolicy
 from asyncengine.errors import InvalidRequestError
 from asyncengine.sampling import SamplingParams
-from asyncengine.wire.messages import MARK_RETRACTED, MARK_TOKEN, Finish, Open
+from asyncengine.wire.base import Finish
+from asyncengine.wire.frames import MARK_RETRACTED, MARK_TOKEN, Open
 from gpu_runner.schedule.buckets import bucket_for, token_buckets
 from gpu_runner.schedule.plan import StepPlan, StepResult
 from gpu_runner.schedule.prefill_marks import MAX_MARKS

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.engine_core import EngineCore
 
-from asyncengine.wire.messages import StepFrame
+from asyncengine.wire.frames import StepFrame
 from asyncengine.wire.pipes import Pipes, make_run_dir
 from gpu_runner.outbox import Outbox
 from gpu_runner.schedule.plan import StepLogprobs, StepPlan, StepResult

@@ -10,7 +10,9 @@ from support.paged_model import PagedModel, expected_output
 
 from asyncengine.config import SchedulingPolicy
 from asyncengine.sampling import SamplingParams
-from asyncengine.wire.messages import Finish, Open, PromptLogprobs, Resume
+from asyncengine.wire.base import Finish
+from asyncengine.wire.frames import Open, PromptLogprobs
+from asyncengine.wire.requests import Resume
 from gpu_runner.schedule.mask_work import MaskWork
 from gpu_runner.schedule.plan import StepLogprobs, StepPlan
 from gpu_runner.schedule.scheduler import Scheduler

@@ -5,8 +5,8 @@ from __future__ import annotations
 from support.puppet import play
 
 from asyncengine.config import SidecarConfig
-from asyncengine.wire.messages import TokenizerInfo
 from asyncengine.wire.pipes import Pipes
+from asyncengine.wire.reports import TokenizerInfo
 from asyncengine.wire.sidecar import Reporter, run_sidecar
 
 

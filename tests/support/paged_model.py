@@ -12,7 +12,7 @@ from collections import deque
 import numpy as np
 
 from asyncengine.config import MAX_STOP_IDS, PAGE_SIZE
-from asyncengine.wire.messages import Finish
+from asyncengine.wire.base import Finish
 from gpu_runner.schedule.plan import StepPlan, StepResult, StepScores
 
 POISON = -7

@@ -8,7 +8,7 @@ import numpy as np
 from support.engine_core import EngineCore
 
 from asyncengine.sampling import SamplingParams
-from asyncengine.wire.messages import Finish
+from asyncengine.wire.base import Finish
 
 MOST_OPEN = 12
 SHARED_PREFIXES = 3

@@ -20,21 +20,12 @@ import msgspec
 
 from asyncengine.config import API_WORKER_SHIFT, PAGE_SIZE, SidecarConfig, worker_key
 from asyncengine.errors import StartupError
-from asyncengine.wire.messages import (
-    Abort,
-    Failed,
-    Finish,
-    Generate,
-    Open,
-    Relink,
-    Resume,
-    RunnerInfo,
-    StepFrame,
-    StopHit,
-    ToRunner,
-    ToRunnerControl,
-)
+from asyncengine.wire.answers import Failed
+from asyncengine.wire.base import Finish
+from asyncengine.wire.frames import Open, StepFrame
 from asyncengine.wire.pipes import Pipes, Poller, Sender, pipe_name
+from asyncengine.wire.reports import RunnerInfo
+from asyncengine.wire.requests import Abort, Generate, Relink, Resume, StopHit, ToRunner, ToRunnerControl
 from asyncengine.wire.sidecar import HEARTBEAT_SECONDS, Reporter, run_sidecar
 
 MAX_BACKLOG = 256

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from asyncengine.config import SidecarConfig
-from asyncengine.wire.messages import EngineStatus
+from asyncengine.wire.answers import EngineStatus
 from asyncengine.wire.pipes import Pipes
 from asyncengine.wire.sidecar import HEARTBEAT_SECONDS, Reporter, run_sidecar
 

@@ -7,21 +7,10 @@ from array import array
 import msgspec
 
 from asyncengine.sampling import SamplingParams
-from asyncengine.wire.messages import (
-    Deltas,
-    DetokenizeOptions,
-    Encoded,
-    Finish,
-    Generate,
-    LogprobColumns,
-    Open,
-    Openings,
-    PromptColumns,
-    PromptLogprobs,
-    Resume,
-    StepFrame,
-    Wire,
-)
+from asyncengine.wire.answers import Deltas, Encoded, LogprobColumns, Openings, PromptColumns
+from asyncengine.wire.base import Finish, Wire
+from asyncengine.wire.frames import DetokenizeOptions, Open, PromptLogprobs, StepFrame
+from asyncengine.wire.requests import Generate, Resume
 
 ENCODE = msgspec.msgpack.Encoder().encode
 

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from asyncengine.sampling import SamplingParams, Structured
-from asyncengine.wire.messages import DetokenizeOptions, EncodeChat, Generate, Markup
+from asyncengine.wire.frames import DetokenizeOptions
+from asyncengine.wire.requests import EncodeChat, Generate, Markup
 from tokenizer_proc.answer_format import tag_tokens, tool_call_format, writes_reasoning
 from tokenizer_proc.chat_template import ChatTemplate
 from tokenizer_proc.prompt_encoder import PromptEncoder

@@ -15,7 +15,9 @@ from support.tokenizers_cache import NAMES, tokenizer_folder
 from tokenizers import Tokenizer
 
 from asyncengine.sampling import MAX_PROMPT_LOGPROBS, SamplingParams
-from asyncengine.wire.messages import DetokenizeOptions, EncodeChat, EncodeIds, EncodeText, Failed, Generate
+from asyncengine.wire.answers import Failed
+from asyncengine.wire.frames import DetokenizeOptions
+from asyncengine.wire.requests import EncodeChat, EncodeIds, EncodeText, Generate
 from tokenizer_proc.prompt_encoder import Job, PromptEncoder
 
 TEXTS = {

@@ -18,21 +18,10 @@ from support.tokenizers_cache import default_model_file
 from asyncengine.config import EngineConfig, SidecarConfig
 from asyncengine.sampling import SamplingParams
 from asyncengine.wire.accounting import RingWriter, TurnRecord
-from asyncengine.wire.messages import (
-    Abort,
-    EncodeChat,
-    Encoded,
-    EncodeIds,
-    EncodeText,
-    Generate,
-    Ready,
-    Relink,
-    Resume,
-    ToEngine,
-    ToRunner,
-    ToSupervisor,
-)
+from asyncengine.wire.answers import Encoded, ToEngine
 from asyncengine.wire.pipes import Pipes, Receiver, make_run_dir, pipe_name
+from asyncengine.wire.reports import Ready, ToSupervisor
+from asyncengine.wire.requests import Abort, EncodeChat, EncodeIds, EncodeText, Generate, Relink, Resume, ToRunner
 from asyncengine.wire.sidecar import write_config
 from tokenizer_proc.prompt_encoder import PromptEncoder
 from tokenizer_proc.token_service import TokenService
@@ -207,7 +196,7 @@ def process(place: Place, **config: Any) -> Iterator[Receiver]:
 
 RUNNER = """
 import sys
-from asyncengine.wire.messages import ToRunner
+from asyncengine.wire.requests import ToRunner
 from asyncengine.wire.pipes import Pipes
 runner = Pipes(sys.argv[1]).receiver("runner.requests.1", ToRunner)
 runner.wait(60_000)

@@ -19,29 +19,21 @@ from support.tokenizers_cache import default_model_file, tokenizer_folder
 from asyncengine.config import API_WORKER_SHIFT, EngineConfig, SidecarConfig
 from asyncengine.sampling import SamplingParams
 from asyncengine.wire.accounting import RingReader, RingWriter, TurnRecord
-from asyncengine.wire.messages import (
+from asyncengine.wire.answers import Detokenized, Encoded, Failed, ToEngine, Tokenized
+from asyncengine.wire.base import Wire
+from asyncengine.wire.pipes import Pipes, Receiver, make_run_dir
+from asyncengine.wire.reports import Fatal, Heartbeat, Ready, TokenizerInfo, ToSupervisor
+from asyncengine.wire.requests import (
     Abort,
     Detokenize,
-    Detokenized,
     EncodeChat,
-    Encoded,
     EncodeIds,
     EncodeText,
-    Failed,
-    Fatal,
     Generate,
-    Heartbeat,
-    Ready,
-    ToEngine,
     TokenizeChat,
-    Tokenized,
-    TokenizerInfo,
     TokenizeText,
     ToRunner,
-    ToSupervisor,
-    Wire,
 )
-from asyncengine.wire.pipes import Pipes, Receiver, make_run_dir
 from asyncengine.wire.sidecar import write_config
 from tokenizer_proc.prompt_encoder import PromptEncoder
 from tokenizer_proc.token_service import TokenService

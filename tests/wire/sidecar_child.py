@@ -9,8 +9,9 @@ import sys
 
 from asyncengine.config import SidecarConfig
 from asyncengine.errors import StartupError
-from asyncengine.wire.messages import Abort, RunnerInfo
 from asyncengine.wire.pipes import Pipes
+from asyncengine.wire.reports import RunnerInfo
+from asyncengine.wire.requests import Abort
 from asyncengine.wire.sidecar import Reporter, run_sidecar
 
 
@@ -41,7 +42,7 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
     reporter.heartbeat({"running": 0})
     assert not reporter.heartbeat_due()
     while True:
-        inbox.wait(60_000)
+        inbox.wait(100)  # not for long: a signal just before it sleeps does not wake it
 
 
 run_sidecar("gpu_runner", serve)

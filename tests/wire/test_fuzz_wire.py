@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -13,7 +14,10 @@ from support.fuzzing import counted, mutate, slice_of
 from support.wire_examples import DELTAS, ENCODE, FRAME, GENERATE, ints
 
 from asyncengine.streams import RequestStream
-from asyncengine.wire.messages import Finish, ToDetokenizer, ToEngine, ToRunner, ToRunnerControl, ToTokenizer
+from asyncengine.wire.answers import ToEngine
+from asyncengine.wire.base import Finish
+from asyncengine.wire.frames import ToDetokenizer
+from asyncengine.wire.requests import ToRunner, ToRunnerControl, ToTokenizer
 
 
 @pytest.mark.parametrize("types", [ToDetokenizer, ToEngine, ToRunner, ToRunnerControl, ToTokenizer])
@@ -32,7 +36,7 @@ def test_random_and_mutated_bytes_are_a_message_or_none(types: Any) -> None:
         assert message is None or isinstance(message, types)
         tried.append(1)
 
-    with counted(f"wire {getattr(types, '__name__', types)}".replace("asyncengine.wire.messages.", "")) as tried:
+    with counted(f"wire {re.sub(r'asyncengine[.][a-z_.]+[.]', '', getattr(types, '__name__', str(types)))}") as tried:
         fuzz()
 
 

@@ -14,32 +14,33 @@ from hypothesis import strategies as st
 from support.wire_examples import CONSISTENT
 
 from asyncengine.sampling import SamplingParams, Structured
-from asyncengine.wire import messages
-from asyncengine.wire.messages import DetokenizeOptions, Finish, StepFrame, Wire
+from asyncengine.wire import answers, frames, grammar_messages, reports, requests
+from asyncengine.wire.base import Finish, Wire
+from asyncengine.wire.frames import DetokenizeOptions, StepFrame
 
 PIPES: dict[str, Any] = {
-    "tokenizer": messages.ToTokenizer,
-    "runner.requests": messages.ToRunner,
-    "runner.control": messages.ToRunnerControl,
-    "detokenizer": messages.ToDetokenizer,
-    "engine": messages.ToEngine,
-    "supervisor": messages.ToSupervisor,
-    "grammar": messages.ToGrammar,
-    "runner.grammar": messages.FromGrammar,
+    "tokenizer": requests.ToTokenizer,
+    "runner.requests": requests.ToRunner,
+    "runner.control": requests.ToRunnerControl,
+    "detokenizer": frames.ToDetokenizer,
+    "engine": answers.ToEngine,
+    "supervisor": reports.ToSupervisor,
+    "grammar": grammar_messages.ToGrammar,
+    "runner.grammar": grammar_messages.FromGrammar,
 }
 NOT_SENT_ALONE = {
-    messages.Markup,
-    messages.Marks,
-    messages.RowMarks,
-    messages.Resume,
-    messages.Open,
-    messages.DetokenizeOptions,
-    messages.LogprobColumns,
-    messages.Openings,
-    messages.PromptColumns,
-    messages.PromptLogprobs,
+    requests.Markup,
+    answers.Marks,
+    frames.RowMarks,
+    requests.Resume,
+    frames.Open,
+    frames.DetokenizeOptions,
+    answers.LogprobColumns,
+    answers.Openings,
+    answers.PromptColumns,
+    frames.PromptLogprobs,
 }
-ALL = {cls for cls in vars(messages).values() if isinstance(cls, type) and issubclass(cls, Wire)} - {Wire}
+ALL = set(Wire.__subclasses__())
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 STRUCTURED = st.builds(Structured, kind=st.just("regex"), text=TEXT.filter(bool))

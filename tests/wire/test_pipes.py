@@ -17,8 +17,10 @@ import zmq
 from asyncengine.errors import InvalidRequestError
 from asyncengine.sampling import SamplingParams
 from asyncengine.wire import pipes as pipes_module
-from asyncengine.wire.messages import Abort, Deltas, Generate, StepFrame, StopHit, ToRunner, ToRunnerControl
+from asyncengine.wire.answers import Deltas
+from asyncengine.wire.frames import StepFrame
 from asyncengine.wire.pipes import Pipes, Poller, Receiver, make_run_dir
+from asyncengine.wire.requests import Abort, Generate, StopHit, ToRunner, ToRunnerControl
 
 WAIT_MS = 60_000
 STEP_MS = 1

@@ -15,8 +15,8 @@ import msgspec
 import pytest
 
 from asyncengine.config import EngineConfig, Role, SidecarConfig
-from asyncengine.wire.messages import Fatal, Heartbeat, Progress, Ready, RunnerInfo, ToSupervisor
 from asyncengine.wire.pipes import Pipes, Receiver, make_run_dir
+from asyncengine.wire.reports import Fatal, Heartbeat, Progress, Ready, RunnerInfo, ToSupervisor
 from asyncengine.wire.sidecar import PARENT_GONE_EXIT_CODE, write_config
 
 CHILD = Path(__file__).with_name("sidecar_child.py")

@@ -18,7 +18,7 @@ from llguidance import LLTokenizer
 
 from asyncengine.config import GrammarConfig
 from asyncengine.tokenizer_file import load_tokenizer
-from asyncengine.wire.messages import (
+from asyncengine.wire.grammar_messages import (
     AdvanceMatches,
     CheckGrammar,
     GrammarChecked,
