@@ -16,6 +16,7 @@ import msgspec
 from asyncengine.config import API_WORKER_SHIFT, SidecarConfig, worker_key
 from asyncengine.tokenizer_file import load_tokenizer
 from asyncengine.wire.accounting import RingWriter, TurnRecord
+from asyncengine.wire.checks import check
 from asyncengine.wire.messages import DetokenizeOptions, Finish, Open, StepFrame, StopHit, ToDetokenizer
 from asyncengine.wire.pipes import Pipes, pipe_name
 from asyncengine.wire.sidecar import HEARTBEAT_SECONDS, Reporter
@@ -171,6 +172,7 @@ class Worker:
     def _open(self, opened: Open) -> None:
         try:
             options = self._options.decode(opened.detok)
+            check(options)
         except (msgspec.DecodeError, ValueError):
             self._bad_opens += 1  # its tokens are those of no open row
             return
