@@ -17,6 +17,7 @@ from asyncengine.config import API_WORKER_SHIFT, SidecarConfig, worker_key
 from asyncengine.tokenizer_file import load_tokenizer
 from asyncengine.wire.accounting import RingWriter, TurnRecord
 from asyncengine.wire.base import Finish
+from asyncengine.wire.checks import check
 from asyncengine.wire.frames import DetokenizeOptions, Open, StepFrame, ToDetokenizer
 from asyncengine.wire.pipes import Pipes, pipe_name
 from asyncengine.wire.requests import StopHit
@@ -173,6 +174,7 @@ class Worker:
     def _open(self, opened: Open) -> None:
         try:
             options = self._options.decode(opened.detok)
+            check(options)
         except (msgspec.DecodeError, ValueError):
             self._bad_opens += 1  # its tokens are those of no open row
             return

@@ -3,8 +3,9 @@
     python scripts/bench_wire.py [--json FILE]
 
 Times one step's frame from numpy columns to bytes (`.tobytes()`, Struct, msgpack) and back to numpy columns
-(`np.frombuffer`), for `StepFrame` (gpu_runner to detokenizer) and `Deltas` (detokenizer to API process). Beside them,
-what the same step costs as one Struct per request. Exits 1 if a frame of 1024 rows costs 3 times one of 64 or more.
+(`np.frombuffer`), for `StepFrame` (gpu_runner to detokenizer) and `Deltas` (detokenizer to API process), and what its
+reader pays to find that its columns agree. Beside them, what the same step costs as one Struct per request. Exits 1 if
+a frame of 1024 rows costs 3 times one of 64 or more, its check not counted: that looks at each row's end of text.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import msgspec
 import numpy as np
 
 from asyncengine.wire.answers import Deltas
+from asyncengine.wire.checks import check
 from asyncengine.wire.frames import StepFrame
 
 BATCHES = (1, 64, 512, 1024)
@@ -55,6 +57,7 @@ class Cost(msgspec.Struct, frozen=True):
     batch: int
     encode_us: float
     decode_us: float
+    check_us: float
     size_bytes: int
 
     @property
@@ -80,7 +83,7 @@ def step_frame_cost(batch: int) -> Cost:
             np.frombuffer(column, np.int32)
         np.frombuffer(frame.finish, np.uint8)
 
-    return Cost("StepFrame", batch, median_us(encode), median_us(decode), len(data))
+    return Cost("StepFrame", batch, median_us(encode), median_us(decode), checking_us(decoder.decode(data)), len(data))
 
 
 def deltas_cost(batch: int) -> Cost:
@@ -126,7 +129,7 @@ def deltas_cost(batch: int) -> Cost:
         ):
             np.frombuffer(column, np.int32)
 
-    return Cost("Deltas", batch, median_us(encode), median_us(decode), len(data))
+    return Cost("Deltas", batch, median_us(encode), median_us(decode), checking_us(decoder.decode(data)), len(data))
 
 
 def per_request_cost(batch: int) -> Cost:
@@ -141,7 +144,11 @@ def per_request_cost(batch: int) -> Cost:
         return encoder.encode(RowUpdates(9, [RowUpdate(*row) for row in columns]))
 
     data = encode()
-    return Cost(PER_REQUEST, batch, median_us(encode), median_us(lambda: decoder.decode(data)), len(data))
+    return Cost(PER_REQUEST, batch, median_us(encode), median_us(lambda: decoder.decode(data)), 0.0, len(data))
+
+
+def checking_us(message: msgspec.Struct) -> float:
+    return median_us(lambda: check(message))
 
 
 def median_us(call: Callable[[], object]) -> float:
@@ -165,11 +172,11 @@ def ratios(costs: list[Cost]) -> dict[str, float]:
 
 
 def print_table(costs: list[Cost]) -> None:
-    print(f"{'frame':<24}{'batch':>6}{'encode us':>11}{'decode us':>11}{'both us':>9}{'bytes':>8}")
+    print(f"{'frame':<24}{'batch':>6}{'encode us':>11}{'decode us':>11}{'both us':>9}{'check us':>10}{'bytes':>8}")
     for cost in costs:
         print(
             f"{cost.frame:<24}{cost.batch:>6}{cost.encode_us:>11.2f}{cost.decode_us:>11.2f}"
-            f"{cost.both_us:>9.2f}{cost.size_bytes:>8}"
+            f"{cost.both_us:>9.2f}{cost.check_us:>10.2f}{cost.size_bytes:>8}"
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from asyncengine.wire.base import FINISHES, Wire, check, int32, last_end
+from asyncengine.wire.base import Wire
 from asyncengine.wire.frames import PromptLogprobs
 
 
@@ -27,11 +27,6 @@ class LogprobColumns(Wire, frozen=True, tag=33):
     token_bytes: bytes
     token_ends: bytes
 
-    def __post_init__(self) -> None:
-        check(len(self.item_ends) == len(self.text_offsets) == 4 * last_end(self.ends))
-        check(len(self.ids) == len(self.logprobs) == len(self.token_ends) == 4 * last_end(self.item_ends, least=1))
-        check(len(self.token_bytes) == last_end(self.token_ends))
-
 
 class PromptColumns(Wire, frozen=True, tag=24):
     """The prompt of a request of a `Deltas`, `row` being its place in it. token_bytes: blob of the items' bytes,
@@ -42,10 +37,6 @@ class PromptColumns(Wire, frozen=True, tag=24):
     token_bytes: bytes
     token_ends: bytes
 
-    def __post_init__(self) -> None:
-        check(len(self.token_ends) == len(self.logprobs.ids))
-        check(len(self.token_bytes) == last_end(self.token_ends))
-
 
 class Openings(Wire, frozen=True, tag=35):
     """Requests of a `Deltas` that appear for the first time. rows: int32 [O], their places in it. stamps: int64 [O, 3],
@@ -53,9 +44,6 @@ class Openings(Wire, frozen=True, tag=35):
 
     rows: bytes
     stamps: bytes
-
-    def __post_init__(self) -> None:
-        check(len(self.stamps) == 6 * len(self.rows))
 
 
 class Marks(Wire, frozen=True, tag=26):
@@ -98,19 +86,6 @@ class Deltas(Wire, frozen=True, tag=30):
     shard: int = 0
     marks: Marks | None = None
 
-    def __post_init__(self) -> None:
-        rows = len(self.finish)
-        check(len(self.rids) == 8 * rows)
-        for column in (self.text_ends, self.ids_ends, self.stop_reason, self.prompt_tokens, self.cached_tokens):
-            check(len(column) == 4 * rows)
-        check(not self.finish.translate(None, FINISHES))
-        check(len(self.text) == last_end(self.text_ends) and len(self.ids) == 4 * last_end(self.ids_ends))
-        if self.logprobs is not None:
-            check(len(self.logprobs.ends) == 4 * rows)
-        if self.openings is not None:
-            check(all(0 <= row < rows for row in int32(self.openings.rows)))
-        check(all(0 <= prompt.row < rows for prompt in self.prompts))
-
 
 class Encoded(Wire, frozen=True, tag=31):
     """A batch of prompts left tokenizer worker `index` for gpu_runner. rids: uint64 [K]; num_tokens: int32 [K]. at_ns:
@@ -120,9 +95,6 @@ class Encoded(Wire, frozen=True, tag=31):
     rids: bytes
     num_tokens: bytes
     at_ns: int = 0
-
-    def __post_init__(self) -> None:
-        check(len(self.rids) == 2 * len(self.num_tokens) and len(self.num_tokens) % 4 == 0)
 
 
 class Failed(Wire, frozen=True, tag=32):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from itertools import pairwise
 
 import msgspec
 
@@ -22,27 +21,4 @@ class Finish(IntEnum):
 
 
 class Wire(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Base of all messages. Columns that contradict each other are a ValueError where a message is made, which at its
-    reader makes it one that was never sent: nobody takes in half of a frame."""
-
-
-MAX_RID = 2**63
-FINISHES = bytes(Finish)
-
-
-def check(consistent: bool) -> None:
-    if not consistent:
-        raise ValueError("a message whose columns contradict each other")
-
-
-def int32(column: bytes) -> list[int]:
-    check(len(column) % 4 == 0)
-    values: list[int] = memoryview(column).cast("i").tolist()
-    return values
-
-
-def last_end(column: bytes, *, least: int = 0) -> int:
-    """The last of an int32 column of end offsets, each at least `least` above the one before; 0 for none."""
-    ends = int32(column)
-    check(all(end - start >= least for start, end in pairwise((0, *ends))))
-    return ends[-1] if ends else 0
+    """Base of all messages. See `checks` for what is looked at where one is read."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncengine.wire.base import FINISHES, MAX_RID, Wire, check, int32, last_end
+from asyncengine.wire.base import Wire
 
 
 class DetokenizeOptions(Wire, frozen=True, tag=20):
@@ -20,9 +20,6 @@ class DetokenizeOptions(Wire, frozen=True, tag=20):
     prefix: str = ""
     no_output: bool = False
 
-    def __post_init__(self) -> None:
-        check(len(self.prompt_tail) % 4 == 0)
-
 
 class PromptLogprobs(Wire, frozen=True, tag=23):
     """A prompt's tokens with their log-probabilities: E tokens, each with one item for itself and then those of the
@@ -37,10 +34,6 @@ class PromptLogprobs(Wire, frozen=True, tag=23):
     ids: bytes
     logprobs: bytes
     ranks: bytes
-
-    def __post_init__(self) -> None:
-        check(len(self.item_ends) == len(self.ranks) and len(self.ids) == len(self.logprobs))
-        check(len(self.ids) == 4 * last_end(self.item_ends, least=1))
 
 
 class Open(Wire, frozen=True, tag=21):
@@ -64,11 +57,6 @@ class Open(Wire, frozen=True, tag=21):
     prompt: PromptLogprobs | None = None
     resumed: bytes = b""
     shown: int = 0
-
-    def __post_init__(self) -> None:
-        check(0 <= self.rid < MAX_RID and 0 <= self.prompt_tokens < 2**31 and 0 <= self.cached_tokens < 2**31)
-        check(all(0 <= stamp < 2**63 for stamp in (self.queued_ns, self.started_ns, self.first_token_ns)))
-        check(len(self.resumed) % 4 == 0 and self.shown >= 0)
 
 
 MARK_RETRACTED, MARK_TOKEN = 0, -1
@@ -111,15 +99,6 @@ class StepFrame(Wire, frozen=True, tag=22):
     top_logprobs: bytes = b""
     life: int = 0
     marks: tuple[RowMarks, ...] = ()
-
-    def __post_init__(self) -> None:
-        rows = len(self.finish)
-        check(len(self.slots) == len(self.gens) == len(self.tokens) == 4 * rows)
-        check(not self.finish.translate(None, FINISHES))
-        if self.logprob_rows or self.logprobs or self.top_ends:
-            check(len(self.logprob_rows) == len(self.logprobs) == len(self.top_ends))
-            check(all(0 <= row < rows for row in int32(self.logprob_rows)))
-            check(len(self.top_ids) == len(self.top_logprobs) == 4 * last_end(self.top_ends))
 
 
 ToDetokenizer = StepFrame

@@ -25,6 +25,7 @@ import msgspec
 import zmq
 
 from asyncengine.errors import InvalidRequestError
+from asyncengine.wire.checks import check
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 HIGH_WATER_MARK = 1024
@@ -158,7 +159,8 @@ class Sender:
 
 
 class Receiver:
-    """Reading end of a pipe. A frame that is not one of the pipe's types is dropped and counted, never raised."""
+    """Reading end of a pipe. A frame that is not one of the pipe's types, or that contradicts itself, is dropped and
+    counted, never raised."""
 
     def __init__(self, socket: zmq.Socket[bytes], types: Any) -> None:
         self.socket = socket
@@ -174,6 +176,7 @@ class Receiver:
                 return
             try:
                 message = self._decoder.decode(data)
+                check(message)
             except Exception:  # noqa: BLE001 - any failure to decode is the frame's fault: __post_init__ may raise anything
                 self.malformed += 1
                 continue

@@ -54,8 +54,8 @@ def test_a_part_of_a_character_is_shown_as_a_replacement_sign() -> None:
     ],
 )
 def test_columns_that_contradict_each_other_are_an_error(changes: dict[str, bytes]) -> None:
-    with pytest.raises(ValueError, match="contradict"):
-        columns(**changes)
+    with pytest.raises(ValueError, match=r"zip\(\)|unpack"):
+        list(unpack(columns(**changes)))
 
 
 def test_entries_of_a_message_survive_the_wire() -> None:

@@ -1,4 +1,4 @@
-"""Messages whose columns agree, one of each kind that checks that."""
+"""Messages whose columns agree, for tests that make them disagree."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from array import array
 import msgspec
 
 from asyncengine.sampling import SamplingParams
-from asyncengine.wire.answers import Deltas, Encoded, LogprobColumns, Openings, PromptColumns
-from asyncengine.wire.base import Finish, Wire
+from asyncengine.wire.answers import Deltas, LogprobColumns, Openings
+from asyncengine.wire.base import Finish
 from asyncengine.wire.frames import DetokenizeOptions, Open, PromptLogprobs, StepFrame
 from asyncengine.wire.requests import Generate, Resume
 
@@ -20,6 +20,7 @@ def ints(*values: int) -> bytes:
 
 
 DETOK = ENCODE(DetokenizeOptions(("stop",), True, False, ints(1, 2), logprobs=True))
+PROMPT = PromptLogprobs(ints(1, 3), ints(5, 6, 7), array("f", [float("-inf"), -1.0, -2.0]).tobytes(), ints(0, 1))
 FRAME = StepFrame(
     3,
     ints(0, 1),
@@ -55,21 +56,3 @@ DELTAS = Deltas(
     openings=Openings(ints(0, 1), array("q", [1, 2, 3, 1, 2, 3]).tobytes()),
 )
 GENERATE = Generate(7, ints(1, 2, 3), SamplingParams(n=2), 5, DETOK, "ns", (Resume(0, ints(4), 1),))
-
-PROMPT = PromptLogprobs(ints(1, 3), ints(5, 6, 7), array("f", [float("-inf"), -1.0, -2.0]).tobytes(), ints(0, 1))
-CONSISTENT: dict[type[Wire], Wire] = {
-    type(message): message
-    for message in (
-        FRAME,
-        DELTAS,
-        GENERATE,
-        DELTAS.logprobs,
-        DELTAS.openings,
-        FRAME.opens[0],
-        PROMPT,
-        PromptColumns(1, PROMPT, b"abc", ints(1, 2, 3)),
-        Encoded(0, array("Q", [7]).tobytes(), ints(3)),
-        DetokenizeOptions(("stop",), True, False, ints(1, 2), logprobs=True),
-    )
-    if message is not None
-}

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.wire_examples import CONSISTENT
 
 from asyncengine.sampling import SamplingParams, Structured
 from asyncengine.wire import answers, frames, grammar_messages, reports, requests
@@ -106,8 +105,6 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
 
 
 def messages_of(cls: type[Wire]) -> st.SearchStrategy[Wire]:
-    if cls in CONSISTENT:  # columns at random would contradict each other
-        return st.just(CONSISTENT[cls])
     return st.builds(cls, **{name: values_of(hint) for name, hint in typing.get_type_hints(cls).items()})
 
 
