@@ -8,10 +8,11 @@ from itertools import repeat
 
 import msgspec
 
+from asyncengine.delta import FINISH_REASONS
 from asyncengine.logprobs import TokenLogprob, unpack, unpack_prompt
 from asyncengine.metrics import RequestMetrics
 from asyncengine.open_requests import OpenRequests
-from asyncengine.streams import FINISH_REASONS, RequestStream
+from asyncengine.streams import RequestStream
 from asyncengine.wire.answers import Deltas, Encoded, Marks, Openings, PromptColumns
 from asyncengine.wire.base import Finish
 

@@ -17,7 +17,9 @@ from pathlib import Path
 import msgspec
 
 from asyncengine.accounts import Accounts
+from asyncengine.chat_prompt import ChatPrompt
 from asyncengine.config import API_WORKER_SHIFT, Role
+from asyncengine.delta import Delta
 from asyncengine.delta_feed import DeltaFeed
 from asyncengine.engine_info import DRAINING, EngineInfo, HealthState
 from asyncengine.errors import (
@@ -35,7 +37,7 @@ from asyncengine.prompt_messages import TokenizedPrompt, pack_ids, prompt_messag
 from asyncengine.questions import Questions
 from asyncengine.recovery import Recovery
 from asyncengine.sampling import SamplingParams
-from asyncengine.streams import ChatPrompt, Delta, RequestStream
+from asyncengine.streams import RequestStream
 from asyncengine.tokenizer_links import TokenizerLinks
 from asyncengine.wire.answers import Cancel, Cancelled, Deltas, Detokenized, Encoded, Failed, ToEngine, Tokenized
 from asyncengine.wire.pipes import Pipes, Receiver
