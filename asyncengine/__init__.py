@@ -10,7 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from asyncengine.chat_prompt import ChatPrompt
     from asyncengine.config import EngineConfig
+    from asyncengine.delta import Delta, ToolCallDelta
     from asyncengine.engine import AsyncEngine
     from asyncengine.engine_info import EngineInfo, Health
     from asyncengine.errors import (
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from asyncengine.logprobs import TokenLogprob, TopLogprob
     from asyncengine.outputs import CompletionOutput, RequestOutput, RequestTimes, collect
     from asyncengine.sampling import SamplingParams, Structured
-    from asyncengine.streams import ChatPrompt, Delta, ToolCallDelta
 
 __all__ = [
     "LLM",
@@ -55,9 +56,9 @@ __all__ = [
 _HOME = {
     "LLM": "llm",
     "AsyncEngine": "engine",
-    "ChatPrompt": "streams",
+    "ChatPrompt": "chat_prompt",
     "CompletionOutput": "outputs",
-    "Delta": "streams",
+    "Delta": "delta",
     "EngineConfig": "config",
     "EngineInfo": "engine_info",
     "Health": "engine_info",
@@ -66,7 +67,7 @@ _HOME = {
     "SamplingParams": "sampling",
     "Structured": "sampling",
     "TokenLogprob": "logprobs",
-    "ToolCallDelta": "streams",
+    "ToolCallDelta": "delta",
     "TopLogprob": "logprobs",
     "collect": "outputs",
 }

@@ -9,12 +9,13 @@ from types import TracebackType
 
 import tqdm
 
+from asyncengine.chat_prompt import ChatPrompt
+from asyncengine.delta import Delta
 from asyncengine.engine import AsyncEngine
 from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError
 from asyncengine.outputs import RequestOutput, assemble
 from asyncengine.prompt_messages import prompt_message
 from asyncengine.sampling import SamplingParams
-from asyncengine.streams import ChatPrompt, Delta
 
 Prompt = str | Sequence[int] | ChatPrompt
 

@@ -12,9 +12,10 @@ from importlib import import_module
 import uvloop
 
 from asyncengine.chat_backends import Backend
+from asyncengine.chat_prompt import ChatPrompt
+from asyncengine.delta import Delta
 from asyncengine.errors import EngineDeadError, EngineError
 from asyncengine.sampling import SamplingParams
-from asyncengine.streams import ChatPrompt, Delta
 
 # What a model writes must not steer the terminal: control characters other than newline and tab are dropped.
 CONTROL_CHARACTERS = {code: None for code in (*range(32), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}

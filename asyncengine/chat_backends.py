@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
+from asyncengine.chat_prompt import ChatPrompt
 from asyncengine.client import AsyncClient, RetryPolicy
+from asyncengine.delta import Delta
 from asyncengine.engine import AsyncEngine
 from asyncengine.errors import EngineError, StartupError
 from asyncengine.sampling import SamplingParams
-from asyncengine.streams import ChatPrompt, Delta
 
 
 class Backend(Protocol):

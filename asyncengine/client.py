@@ -12,12 +12,13 @@ from urllib.parse import quote
 
 import aiohttp
 
+from asyncengine.chat_prompt import ChatPrompt
 from asyncengine.client_json import delta_of, error_of, events, health_of, models_of, request_body
+from asyncengine.delta import Delta
 from asyncengine.engine_info import Health
 from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, RequestTimeoutError
 from asyncengine.retries import RetryPolicy, seconds_of
 from asyncengine.sampling import SamplingParams
-from asyncengine.streams import ChatPrompt, Delta
 from asyncengine.time_limits import TimeLimits, Timeouts
 
 __all__ = ["AsyncClient", "RetryPolicy", "Timeouts"]

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import aiohttp
 import msgspec
 
+from asyncengine.chat_prompt import ChatPrompt
+from asyncengine.delta import Delta, ToolCallDelta
 from asyncengine.engine_info import Health
 from asyncengine.errors import (
     EngineDeadError,
@@ -18,7 +20,6 @@ from asyncengine.errors import (
 )
 from asyncengine.logprobs import TokenLogprob, TopLogprob
 from asyncengine.sampling import SamplingParams, Structured
-from asyncengine.streams import ChatPrompt, Delta, ToolCallDelta
 
 _EVENT_END = b"\n\n"
 _DONE = b"[DONE]"

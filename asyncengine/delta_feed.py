@@ -8,21 +8,22 @@ from itertools import repeat
 
 import msgspec
 
+from asyncengine.delta import FINISH_REASONS
 from asyncengine.logprobs import TokenLogprob, unpack, unpack_prompt
 from asyncengine.metrics import RequestMetrics
 from asyncengine.open_requests import OpenRequests
-from asyncengine.streams import FINISH_REASONS, RequestStream
+from asyncengine.streams import RequestStream
 from asyncengine.wire.answers import Deltas, Encoded, Marks, Openings, PromptColumns
 from asyncengine.wire.base import Finish
 
 
 class DeltaFeed:
     """Hands each request its part of a frame, and counts. For the owner: `heard`, streams that have news and are to be
-    notified, and `strays`, rids that run though nobody has them, or not any more."""
+    notified, `strays`, rids that run though nobody has them, or not any more, and `metrics`, where it counts."""
 
     def __init__(self, requests: OpenRequests, metrics: RequestMetrics) -> None:
         self._requests = requests
-        self._metrics = metrics
+        self.metrics = metrics
         self.heard: dict[RequestStream, None] = {}
         self.strays: list[int] = []
 
@@ -33,7 +34,7 @@ class DeltaFeed:
                 stream = choice.stream
                 if message.at_ns and not stream.encoded:
                     stream.encoded = message.at_ns
-                    self._metrics.encoded((message.at_ns - stream.arrived) / 1e9)
+                    self.metrics.encoded((message.at_ns - stream.arrived) / 1e9)
 
     def deltas(self, deltas: Deltas) -> None:
         """The one loop over requests. Raises TypeError, ValueError or IndexError for columns that contradict each
@@ -89,19 +90,19 @@ class DeltaFeed:
                 if not finish:
                     self.strays.append(rid)
             text_start, ids_start = text_end, ids_end
-        self._metrics.frame(now, news, tokens=len(deltas.ids) // 4 - unused)
+        self.metrics.frame(now, news, tokens=len(deltas.ids) // 4 - unused)
 
     def count_end(self, stream: RequestStream, index: int, reason: str, *, at_ns: int) -> None:
         """Choice `index` is over."""
         timeline = msgspec.structs.replace(stream.timeline(index), finished=at_ns)
-        self._metrics.ended(reason, timeline, tokens=stream.num_tokens(index))
+        self.metrics.ended(reason, timeline, tokens=stream.num_tokens(index))
 
     def _count_ends(self, stream: RequestStream, index: int, begun_before: bool, finish: int, now: int) -> None:
         """Count the first and the last news of a choice."""
         if not begun_before and stream.num_tokens(index):
-            self._metrics.begun(stream.timeline(index), prompt_tokens=stream.prompt_tokens(index))
+            self.metrics.begun(stream.timeline(index), prompt_tokens=stream.prompt_tokens(index))
         elif finish == Finish.LENGTH and not stream.num_tokens(index):  # nothing but its prompt was asked for
-            self._metrics.prompted(stream.prompt_tokens(index))
+            self.metrics.prompted(stream.prompt_tokens(index))
         if finish:
             self.count_end(stream, index, FINISH_REASONS.get(Finish(finish), "error"), at_ns=now)
 

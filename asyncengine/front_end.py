@@ -16,7 +16,10 @@ from pathlib import Path
 
 import msgspec
 
+from asyncengine.accounts import Accounts
+from asyncengine.chat_prompt import ChatPrompt
 from asyncengine.config import API_WORKER_SHIFT, Role
+from asyncengine.delta import Delta
 from asyncengine.delta_feed import DeltaFeed
 from asyncengine.engine_info import DRAINING, EngineInfo, HealthState
 from asyncengine.errors import (
@@ -25,20 +28,17 @@ from asyncengine.errors import (
     InvalidRequestError,
     OverloadedError,
     QueueFullError,
-    StartupError,
 )
-from asyncengine.gc_clock import GcClock
 from asyncengine.links import Links, Lives
-from asyncengine.metrics import RequestMetrics, Totals, read_totals
+from asyncengine.metrics import Totals, read_totals
 from asyncengine.open_requests import OpenRequest, OpenRequests
 from asyncengine.other_workers import OtherWorkers
 from asyncengine.prompt_messages import TokenizedPrompt, pack_ids, prompt_message, question_message
 from asyncengine.questions import Questions
 from asyncengine.recovery import Recovery
 from asyncengine.sampling import SamplingParams
-from asyncengine.streams import ChatPrompt, Delta, RequestStream
+from asyncengine.streams import RequestStream
 from asyncengine.tokenizer_links import TokenizerLinks
-from asyncengine.wire.accounting import RingWriter, TurnRecord
 from asyncengine.wire.answers import Cancel, Cancelled, Deltas, Detokenized, Encoded, Failed, ToEngine, Tokenized
 from asyncengine.wire.pipes import Pipes, Receiver
 from asyncengine.wire.requests import Detokenize
@@ -65,10 +65,8 @@ class FrontEnd:
     info: EngineInfo
     """Known once the engine is ready."""
     _pipes: Pipes
-    _metrics: RequestMetrics
     _feed: DeltaFeed
-    _gc_clock: GcClock
-    """These four are there once opened."""
+    """These two are there once opened."""
     _links: Links
     _tokenizers: TokenizerLinks
     _recovery: Recovery
@@ -83,8 +81,7 @@ class FrontEnd:
         self._detail = "the engine is starting"
         self._receiver: Receiver | None = None
         self._fd = -1
-        self._ring: RingWriter[TurnRecord] | None = None
-        self._run_dir: Path | None = None
+        self._accounts: Accounts | None = None
         self._lives: Lives = {}
         self._requests = OpenRequests()
         self._questions = Questions()
@@ -95,7 +92,7 @@ class FrontEnd:
     @property
     def run_dir(self) -> Path | None:
         """Where the engine's processes keep accounts of themselves; None unless it runs."""
-        return self._run_dir
+        return self._accounts.run_dir if self._accounts is not None else None
 
     async def generate(
         self,
@@ -171,21 +168,14 @@ class FrontEnd:
 
     def totals(self) -> Totals:
         """What all requests of the engine amounted to since its start, those of other API processes included."""
-        if self._run_dir is None:
+        if self._accounts is None:
             raise EngineDeadError(self._detail)
-        return read_totals(self._run_dir)
+        return read_totals(self._accounts.run_dir)
 
     def _open(self, pipes: Pipes, run_dir: Path) -> None:
         """Bind the worker's pipe and read it from now on. Raises `StartupError`."""
-        try:
-            self._metrics = RequestMetrics(run_dir, self._worker)
-            self._gc_clock = GcClock(self._metrics.paused)
-            self._feed = DeltaFeed(self._requests, self._metrics)
-            self._ring = RingWriter(run_dir, "engine", self._worker, TurnRecord)
-        except OSError as error:
-            raise StartupError(f"cannot get memory for the engine's accounts: {error}") from error
-        self._run_dir = run_dir
-        self._gc_clock.start()
+        self._accounts = Accounts(run_dir, self._worker)
+        self._feed = DeltaFeed(self._requests, self._accounts.metrics)
         self._pipes = pipes
         self._receiver = pipes.receiver(f"engine.{self._worker}", ToEngine, high_water_mark=UNREAD_MESSAGES)
         self._fd = self._receiver.fd
@@ -225,13 +215,9 @@ class FrontEnd:
         if self._receiver is not None:
             asyncio.get_running_loop().remove_reader(self._fd)
             self._receiver = None
-        if self._ring is not None:
-            self._ring.close()
-            self._ring = None
-        if self._run_dir is not None:
-            self._gc_clock.stop()
-            self._metrics.close()
-            self._run_dir = None
+        if self._accounts is not None:
+            self._accounts.close()
+            self._accounts = None
 
     def _check_ready(self) -> None:
         if self._state != "ready":
@@ -251,7 +237,7 @@ class FrontEnd:
         tokenizer = self._tokenizers.send(message)
         stream = RequestStream(n=params.n, stop=params.stop, stop_token_ids=params.stop_token_ids)
         stream.arrived = arrived
-        self._metrics.submitted(params.n)
+        self._feed.metrics.submitted(params.n)
         request = OpenRequest(stream, message, size, request_id)
         self._requests.add(request, num_choices=params.n, tokenizer=tokenizer)
         return request
@@ -287,8 +273,8 @@ class FrontEnd:
             asyncio.get_running_loop().call_soon(self._read)
 
     def _record(self, begin: int, middle: int, messages: int, rows: int) -> None:
-        if self._ring is not None:
-            self._ring.write((begin, middle, time.monotonic_ns(), messages, rows, self._requests.count, 0))
+        if self._accounts is not None:
+            self._accounts.turn(begin, middle, messages=messages, rows=rows, requests=self._requests.count)
 
     def _handle(self, message: ToEngine) -> None:
         match message:

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from asyncengine.batch import Prompt, run_batch
+from asyncengine.chat_prompt import ChatPrompt
 from asyncengine.config import EngineConfig, Role
 from asyncengine.engine import AsyncEngine
 from asyncengine.engine_info import EngineInfo
@@ -17,7 +18,6 @@ from asyncengine.loop_thread import LoopThread
 from asyncengine.outputs import RequestOutput
 from asyncengine.sampling import SamplingParams
 from asyncengine.startup_progress import StartupProgress
-from asyncengine.streams import ChatPrompt
 
 Message = dict[str, object]
 

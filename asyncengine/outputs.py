@@ -6,9 +6,9 @@ from collections.abc import AsyncIterable, Iterable
 
 import msgspec
 
+from asyncengine.delta import Delta, ToolCallDelta
 from asyncengine.errors import EngineError
 from asyncengine.logprobs import TokenLogprob
-from asyncengine.streams import Delta, ToolCallDelta
 from asyncengine.timeline import Timeline
 
 NS = 1e-9

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from asyncengine.chat_prompt import ChatPrompt
 from asyncengine.engine_info import EngineInfo
 from asyncengine.errors import InvalidRequestError
 from asyncengine.sampling import SamplingParams
-from asyncengine.streams import ChatPrompt
 from asyncengine.wire.pipes import MAX_MESSAGE_BYTES
 from asyncengine.wire.requests import EncodeChat, EncodeIds, EncodeText, TokenizeChat, TokenizeText
 

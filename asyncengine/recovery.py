@@ -44,11 +44,12 @@ class Recovery:
             lost = [choice for choice in map(request.choices.__getitem__, running) if affected(choice)]
             if not lost:
                 continue
-            choices, sent = choices + len(lost), sent + 1
             try:
                 self._resubmit(request, lost)
             except EngineError as error:
                 unsendable.append((request.stream, error))
+            else:
+                choices, sent = choices + len(lost), sent + 1
         if role == "tokenizer_proc":
             self._links.tokenizers[index].ask_again()
         if sent:

@@ -1,79 +1,19 @@
-"""What a caller receives: deltas, and the stream that merges them while the caller is busy elsewhere."""
+"""The stream that brings a caller its deltas, and merges them while the caller is busy elsewhere."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
 
-import msgspec
-
+from asyncengine.delta import FINISH_REASONS, Delta
 from asyncengine.errors import EngineDeadError, EngineError
 from asyncengine.logprobs import PromptLogprob, TokenLogprob
 from asyncengine.timeline import Timeline
 from asyncengine.wire.base import Finish
-from asyncengine.wire.requests import Markup, Resume
-
-FINISH_REASONS = {
-    Finish.STOP: "stop",
-    Finish.STOP_STRING: "stop",
-    Finish.LENGTH: "length",
-    Finish.ABORT: "abort",
-}
+from asyncengine.wire.requests import Resume
 
 ENTRY_BYTES = 150
 """About what a token's log-probability takes here, and each of those beside it."""
-
-
-class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation for the model's chat template: messages are {"role": ..., "content": ...} objects, tools
-    {"type": "function", "function": {"name": ..., "parameters": ...}} objects. markup: for whoever takes the answer's
-    text apart."""
-
-    messages: list[dict[str, object]]
-    add_generation_prompt: bool = True
-    template_kwargs: dict[str, object] = {}
-    tools: list[dict[str, object]] = []
-    markup: Markup | None = None
-
-
-class ToolCallDelta(msgspec.Struct, frozen=True):
-    """News of one tool call. index: which of the choice's calls. id, name: with the first news of it. arguments: what
-    is new of their text, which is as the model wrote it: whoever acts on it parses it first."""
-
-    index: int
-    id: str | None = None
-    name: str | None = None
-    arguments: str = ""
-
-
-class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """News of one choice of a request. `text` and `token_ids` hold only what is new; the counts are totals.
-
-    finish_reason: None while the choice runs, then exactly once "stop", "length" or, when the request was cancelled,
-    "abort".
-    reasoning, tool_calls: the parts of a chat's answer that are not its text, and then the finish reason may also be
-    "tool_calls". Who tells them apart is the HTTP server: an engine's own deltas have everything in `text`.
-    stop_reason: the stop token id or stop string that ended it, None for any other end.
-    logprobs: when asked, of the choice's tokens in order, each with the delta that shows its first character. All
-    deltas together have one for every token but those whose text is not shown because the choice ended: the
-    end-of-sequence or stop token, and tokens that begin at or after a stop string that was cut.
-    prompt_logprobs: when asked, of all tokens of the prompt, with the choice's first delta.
-    timeline: of the choice, with its last delta.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    logprobs: list[TokenLogprob] = []
-    prompt_logprobs: list[PromptLogprob] | None = None
-    timeline: Timeline | None = None
-    reasoning: str = ""
-    tool_calls: list[ToolCallDelta] = []
 
 
 class _Choice:

@@ -21,8 +21,9 @@ from pathlib import Path
 
 import msgspec
 
-from asyncengine.child import Child, describe_exit, start_child, stop_children
-from asyncengine.config import SIDECARS, EngineConfig, Role, SidecarConfig, worker_key
+from asyncengine.child import Child, describe_exit, stop_children
+from asyncengine.children import ApiWorkers, Children
+from asyncengine.config import SIDECARS, EngineConfig, Role
 from asyncengine.engine_info import EngineInfo, Health, describe_engine
 from asyncengine.errors import StartupError
 from asyncengine.losses import Losses
@@ -39,6 +40,7 @@ STOP_SECONDS = 5.0
 FATAL_GRACE_SECONDS = 0.3
 """How long after a child's exit its last words may still be on their way."""
 DRAIN_LIMIT = 256
+NO_API_WORKERS = ApiWorkers()
 
 
 class Supervisor:
@@ -46,9 +48,8 @@ class Supervisor:
 
     `modules` names the module run for a role where it is not the role's own package. `on_failure` is called once, with
     a sentence, when the engine has come to its end after start-up. `on_relink` is called when number `life` is ready in
-    the place of a lost sidecar, which may be before `launch` returns. `api_workers` processes serve HTTP on the
-    listening sockets `listen_fds`, the console too if asked for, to callers with a key of `key_digests`; none where
-    this process does that itself.
+    the place of a lost sidecar, which may be before `launch` returns. `api_workers`: none where this process serves
+    HTTP itself.
     """
 
     def __init__(
@@ -59,21 +60,13 @@ class Supervisor:
         on_relink: Callable[[Role, int, int], None] = lambda role, index, life: None,
         progress: StartupProgress | None = None,
         modules: Mapping[Role, str] | None = None,
-        api_workers: int = 0,
-        listen_fds: tuple[int, ...] = (),
-        console: bool = True,
-        key_digests: tuple[bytes, ...] = (),
+        api_workers: ApiWorkers = NO_API_WORKERS,
     ) -> None:
         self._config = config
-        self._api_workers = api_workers
-        self._listen_fds = listen_fds
-        self._console = console
-        self._key_digests = key_digests
         self._on_failure = on_failure
         self._on_relink = on_relink
         self._progress = progress
-        self._modules: dict[Role, str] = {"api_worker": "asyncengine.api.worker", **(modules or {})}
-        self._children: dict[tuple[str, int], Child] = {}
+        self._children = Children(config, modules=modules or {}, api_workers=api_workers)
         self._restarts: dict[Role, int] = dict.fromkeys(SIDECARS, 0)
         self._losses = Losses(most=config.max_crashes, window_seconds=config.crash_window_seconds)
         self._watchdog = Watchdog(hang_timeout_seconds=config.hang_timeout_seconds)
@@ -122,15 +115,9 @@ class Supervisor:
         self._check_open()
         self._model = model
         self._outcome = asyncio.get_running_loop().create_future()
-        counts: dict[Role, int] = {
-            "gpu_runner": 1,
-            "tokenizer_proc": self._config.tokenizer_workers,
-            "detokenizer_proc": self._config.detokenizer_workers,
-            "api_worker": self._api_workers,
-        }
-        for role, count in counts.items():
+        for role, count in self._children.counts().items():
             for index in range(count):
-                self._spawn(role, index, count)
+                self._spawn(role, index)
         self._looking = asyncio.create_task(self._look_again_and_again())
         await self._outcome
 
@@ -145,7 +132,7 @@ class Supervisor:
 
     def pids(self) -> dict[str, int]:
         """Process ids by name (the role, with the worker's index where there are several)."""
-        return {child.name: child.process.pid for child in self._children.values()}
+        return self._children.pids()
 
     def gauges(self, role: Role, index: int = 0) -> dict[str, int]:
         """The gauges of a sidecar's latest heartbeat; empty before the first."""
@@ -158,11 +145,7 @@ class Supervisor:
 
     def lives(self) -> dict[str, int]:
         """Of every sidecar that took a lost one's place and is ready, by `worker_key`."""
-        return {
-            worker_key(child.role, child.index): child.life
-            for child in self._children.values()
-            if child.life and child.ready
-        }
+        return self._children.lives()
 
     def health(self) -> Health:
         """Of the processes, once launched: "ready", "recovering" or "stalled"."""
@@ -179,7 +162,7 @@ class Supervisor:
     def stalled(self) -> list[str]:
         """Names of the ready processes that have not been heard of for too long."""
         self._read()
-        return [child.name for child in self._watchdog.stalled(self._children.values())]
+        return [child.name for child in self._watchdog.stalled(list(self._children))]
 
     async def close(self) -> None:
         """Stop the sidecars and remove every trace. Idempotent; goes on to the end though its caller be cancelled."""
@@ -203,36 +186,16 @@ class Supervisor:
         if self._closing is not None:
             raise StartupError("the engine was closed while it started")
 
-    def _spawn(self, role: Role, index: int, count: int, life: int = 0) -> Child:
-        inherit = self._listen_fds if role == "api_worker" else ()
-        module = self._modules.get(role, role)
-        child = start_child(self._config, role, index, count, module=module, inherit=inherit, life=life)
-        self._children[role, index] = child
+    def _spawn(self, role: Role, index: int) -> None:
+        child = self._children.start(role, index)
         watcher = asyncio.create_task(self._watch(child))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
-        return child
-
-    def _sidecar_config(self, child: Child) -> SidecarConfig:
-        assert self._run_dir is not None
-        assert self._model is not None
-        others = [other for other in self._children.values() if other is not child]
-        return SidecarConfig(
-            engine=self._config,
-            role=child.role,
-            index=child.index,
-            model_path=str(self._model.path),
-            run_dir=str(self._run_dir.path),
-            listen_fds=self._listen_fds if child.role == "api_worker" else (),
-            api_workers=self._api_workers,
-            console=self._console,
-            life=child.life,
-            lives={worker_key(other.role, other.index): other.life for other in others if other.life},
-            key_digests=self._key_digests if child.role == "api_worker" else (),
-        )
 
     async def _watch(self, child: Child) -> None:
-        await asyncio.to_thread(child.configure, self._sidecar_config(child))
+        assert self._model is not None
+        config = self._children.config_of(child, model_path=self._model.path, run_dir=self.run_dir)
+        await asyncio.to_thread(child.configure, config)
         code = await child.wait()
         deadline = time.monotonic() + FATAL_GRACE_SECONDS
         while code == 1 and child.last_words is None and time.monotonic() < deadline and self._closing is None:
@@ -245,7 +208,7 @@ class Supervisor:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             self._read()
-            if report := self._watchdog.look(self._children.values(), self.run_dir):
+            if report := self._watchdog.look(list(self._children), self.run_dir):
                 logger.warning("%s", report)
 
     def _read(self) -> None:
@@ -274,7 +237,7 @@ class Supervisor:
                     self._progress.ready(child.role, child.index, time.monotonic() - child.started)
                 if child.life:
                     self._recovered(child)
-                if self._outcome and not self._outcome.done() and all(c.ready for c in self._children.values()):
+                if self._outcome and not self._outcome.done() and self._children.all_ready():
                     self._outcome.set_result(None)
             case Fatal():
                 child.last_words = message.message
@@ -311,11 +274,9 @@ class Supervisor:
             return
         logger.warning("%s; it is being replaced", reason)
         try:
-            successor = self._spawn(child.role, child.index, child.count, child.life + 1)
+            self._spawn(child.role, child.index)
         except StartupError as error:
             self._fail(error.message)
-            return
-        successor.info, successor.gauges = child.info, child.gauges
 
     def _recovered(self, child: Child) -> None:
         seconds = self._losses.end(child.name, time.monotonic())
@@ -333,7 +294,7 @@ class Supervisor:
             self._outcome.set_exception(StartupError(reason))
 
     async def _close(self) -> None:
-        children = list(self._children.values())
+        children = list(self._children)
         if self._looking is not None:
             self._looking.cancel()
         if self._launched:

@@ -98,7 +98,7 @@ def test_importing_a_module_does_not_load_what_it_has_no_use_for(module: str, ab
         ("detokenizer_proc.worker", "import importlib\nimportlib.import_module(name)"),
         ("detokenizer_proc.worker", "from importlib import import_module\nimport_module(f'{name}.worker')"),
         ("detokenizer_proc.worker", "from importlib import import_module\nimport_module(f'asyncengine.{name}')"),
-        ("gpu_runner.loop", "from asyncengine.streams import Delta"),
+        ("gpu_runner.loop", "from asyncengine.delta import Delta"),
         ("gpu_runner.loop", "import detokenizer_proc"),
         ("gpu_runner.loop", "import triton"),
         ("gpu_runner.kernels.reference", "import msgspec"),

@@ -14,7 +14,7 @@ from asyncengine.api.markup import Words
 from asyncengine.api.reasoning import ReasoningParser
 from asyncengine.api.tool_calls import HermesParser, Llama3Parser, ToolCallParser, new_call_id
 from asyncengine.config import ToolCallFormat
-from asyncengine.streams import Delta
+from asyncengine.delta import Delta
 
 PIECE_CHARS = 4096
 """Text is read in pieces of at most so much: what follows a tag is copied, and must be short."""

@@ -6,11 +6,12 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from asyncengine.chat_prompt import ChatPrompt
+from asyncengine.delta import Delta
 from asyncengine.engine_info import EngineInfo, Health
 from asyncengine.metrics import Totals
 from asyncengine.prompt_messages import TokenizedPrompt
 from asyncengine.sampling import SamplingParams
-from asyncengine.streams import ChatPrompt, Delta
 
 Prompt = str | Sequence[int] | ChatPrompt
 

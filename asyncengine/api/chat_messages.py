@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from asyncengine.streams import Delta, ToolCallDelta
+from asyncengine.delta import Delta, ToolCallDelta
 
 
 class FunctionCallJson(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,11 +13,11 @@ from asyncengine.api.prompts import chat_prompt
 from asyncengine.api.reasoning import THINK, THINK_END
 from asyncengine.api.schema import ChatRequest
 from asyncengine.api.tools import MAX_SCHEMA_DEPTH, ToolUse, deeper_than, tool_use
+from asyncengine.chat_prompt import ChatPrompt
 from asyncengine.config import ToolCallFormat
 from asyncengine.engine_info import EngineInfo
 from asyncengine.errors import InvalidRequestError
 from asyncengine.sampling import SamplingParams, Structured
-from asyncengine.streams import ChatPrompt
 from asyncengine.wire.requests import Markup
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from asyncengine.delta import Delta
 from asyncengine.logprobs import PromptLogprob
-from asyncengine.streams import Delta
 
 
 class Echo:

@@ -17,9 +17,9 @@ from asyncengine.api.relay import Relay
 from asyncengine.api.shapes import Answer, Shape
 from asyncengine.api.sse import DONE, EventStream, event
 from asyncengine.api.usage import UsageCounter
+from asyncengine.delta import Delta
 from asyncengine.errors import EngineError
 from asyncengine.sampling import SamplingParams
-from asyncengine.streams import Delta
 
 if TYPE_CHECKING:
     from asyncengine.api.tracing import RequestTrace

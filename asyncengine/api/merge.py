@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from asyncengine.streams import Delta
+from asyncengine.delta import Delta
 
 News = list[tuple[int, Delta]]
 """(choice's index in the whole response, what is new of it)"""

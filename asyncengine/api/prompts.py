@@ -17,8 +17,8 @@ from asyncengine.api.schema import (
     Message,
     TemplateValue,
 )
+from asyncengine.chat_prompt import ChatPrompt
 from asyncengine.errors import InvalidRequestError
-from asyncengine.streams import ChatPrompt
 
 
 def completion_prompts(request: CompletionRequest) -> list[str | list[int]]:

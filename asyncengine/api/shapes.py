@@ -24,8 +24,8 @@ from asyncengine.api.logprobs import (
 from asyncengine.api.sse import event
 from asyncengine.api.timings import TimingsJson, timings
 from asyncengine.api.usage import Usage, usage_of
+from asyncengine.delta import FINISH_REASONS, Delta
 from asyncengine.logprobs import PromptLogprob, TokenLogprob
-from asyncengine.streams import FINISH_REASONS, Delta
 from asyncengine.timeline import Timeline
 
 encode = msgspec.json.encode

@@ -12,8 +12,8 @@ from asyncengine.api.prompts import conversation
 from asyncengine.api.schema import FIELDS, MAX_MESSAGES, Message, Name, Parsed, TemplateKwargs, TokenId
 from asyncengine.api.tools import Tools, template_tools
 from asyncengine.api.unsupported import NO_EFFECT_IN_TOKENIZE, ignored_fields
+from asyncengine.chat_prompt import ChatPrompt
 from asyncengine.errors import InvalidRequestError
-from asyncengine.streams import ChatPrompt
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):

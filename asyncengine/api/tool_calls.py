@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from asyncengine.api.markup import BLANK, TagSearch, Words
 from asyncengine.api.tool_call_object import CallObject
-from asyncengine.streams import ToolCallDelta
+from asyncengine.delta import ToolCallDelta
 
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 

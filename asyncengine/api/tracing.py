@@ -22,7 +22,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from asyncengine.api.merge import News
 from asyncengine.api.timings import PARTS, part_ends
 from asyncengine.api.usage import UsageCounter
-from asyncengine.streams import Delta
+from asyncengine.delta import Delta
 from asyncengine.telemetry import current_trace
 from asyncengine.timeline import Timeline
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from asyncengine.streams import Delta
+from asyncengine.delta import Delta
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from asyncengine.api.app import BACKLOG, cannot_listen
+from asyncengine.children import ApiWorkers
 from asyncengine.config import EngineConfig, Role
 from asyncengine.engine_info import DRAINING, EngineInfo, Health
 from asyncengine.errors import StartupError
@@ -57,10 +58,7 @@ class WorkerGroup:
             on_relink=self._relink,
             progress=progress,
             modules=modules,
-            api_workers=workers,
-            listen_fds=tuple(listener.fileno() for listener in sockets),
-            console=console,
-            key_digests=key_digests,
+            api_workers=ApiWorkers(workers, tuple(listener.fileno() for listener in sockets), key_digests, console),
         )
         self._health = Health(state="starting", detail="the engine is starting")
         self._senders: list[Sender] = []

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,10 +31,12 @@ from asyncengine.wire.base import Finish
 from asyncengine.wire.frames import Open, RowMarks
 from asyncengine.wire.requests import Resume
 from gpu_runner.schedule.buckets import token_buckets
+from gpu_runner.schedule.counters import Counters
 from gpu_runner.schedule.limits import total_tokens
 from gpu_runner.schedule.masked_rows import MaskedRows
 from gpu_runner.schedule.plan import Int32, StepPlan, StepResult
 from gpu_runner.schedule.plan_builder import PlanBuilder, PlanDraft
+from gpu_runner.schedule.prefill import Prefill
 from gpu_runner.schedule.prefill_marks import PrefillMarks
 from gpu_runner.schedule.prompt_scores import PromptScores
 from gpu_runner.schedule.queues import Request, WaitingQueue
@@ -43,19 +44,6 @@ from gpu_runner.schedule.rows import Rows
 from gpu_runner.schedule.running import DecodeRows, Running
 from gpu_runner.schedule.slots import State
 from gpu_runner.schedule.step_output import StepOutput, aborted_rows
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since start."""
-
-    preemptions: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    finished: int = 0
-    aborted: int = 0
 
 
 class Scheduler:
@@ -92,6 +80,15 @@ class Scheduler:
         self.masked_rows = MaskedRows(self.slots, self._running)
         self.prompt_scores = PromptScores(self.slots)
         self._marks = PrefillMarks(self.slots.num_slots)
+        self._prefill = Prefill(
+            self.rows,
+            self._running,
+            self.masked_rows,
+            marks=self._marks,
+            counters=self.counters,
+            max_scores=max_num_seqs,
+            clock=clock,
+        )
         self._slot_of: dict[int, int] = {}  # rid -> slot of every request that holds one
         self._closed: list[tuple[int, int]] = []  # (slot, gen) aborted since the last output
         self._blocked: Request | None = None  # the queue's head, if the last plan had no room for it
@@ -190,7 +187,7 @@ class Scheduler:
         if self._policy == "priority":
             self._preempt_for_blocked()
         draft = self._plan_decode()
-        budget = self._continue_prefill(self._budget - len(draft.decode), draft)
+        budget = self._prefill.go_on(self._budget - len(draft.decode), draft)
         self._admit(budget, draft)
         if not draft:
             return None
@@ -293,48 +290,7 @@ class Scheduler:
         self._marks.retracted(slot, self._clock())
         self.counters.preemptions += 1
 
-    # ----------------------------------------------------------------------------------------------------- prefill
-
-    def _continue_prefill(self, budget: int, draft: PlanDraft) -> int:
-        for slot in self._running.prefill:
-            if budget == 0:
-                break
-            budget -= self._place_chunk(slot, budget, draft)
-        return budget
-
-    def _place_chunk(self, slot: int, budget: int, draft: PlanDraft) -> int:
-        """Compute the row's next tokens in this step and make their full pages shareable at once. A plan tells the
-        device of a row with its first tokens. Returns how many tokens there are in this step."""
-        slots = self.slots
-        length = min(int(slots.known[slot] - slots.computed[slot]), budget, self._scorable(slot, draft))
-        if slots.computed[slot] + length == slots.known[slot] and self.masked_rows.lacks_mask(slot):
-            length -= 1  # after the last one it would sample
-        if not length:
-            return 0
-        if not slots.announced[slot]:
-            slots.announced[slot] = True
-            draft.started.append(slot)
-            pages = slots.pages(slot).copy()
-            draft.write_pages(np.full(len(pages), slot, np.int32), np.arange(len(pages), dtype=np.int32), pages)
-        draft.prefill.append((slot, length))
-        self._marks.chunk(slot, length, self._clock())
-        slots.computed[slot] += length
-        scored, scores_to = int(slots.scored[slot]), int(min(slots.computed[slot], slots.score_end[slot]))
-        if scores_to > scored:
-            draft.scores.append((len(draft.prefill) - 1, scored, scores_to - scored))
-            slots.scored[slot] = scores_to
-        self.counters.prefill_tokens += length
-        if not slots.score_end[slot]:  # what that row computes may be in the tree already, which it would hold as well
-            self.rows.share(slot)
-        return length
-
-    def _scorable(self, slot: int, draft: PlanDraft) -> int:
-        """How far the row's chunk may reach for the step to score no more than `max_num_seqs` tokens."""
-        slots = self.slots
-        room = self._max_num_seqs - draft.num_scores
-        if slots.score_end[slot] - slots.scored[slot] <= room:
-            return slots.max_model_len
-        return int(slots.scored[slot] + room - slots.computed[slot])
+    # --------------------------------------------------------------------------------------------------- admission
 
     def _admit(self, budget: int, draft: PlanDraft) -> None:
         """Start waiting requests, in the policy's order, while tokens, rows and pages allow."""
@@ -348,7 +304,7 @@ class Scheduler:
                 request = self._filler(request)
                 if request is None or not self._start(request):
                     return
-            budget -= self._place_chunk(request.slot, budget, draft)
+            budget -= self._prefill.place(request.slot, budget, draft)
 
     def _filler(self, head: Request) -> Request | None:
         """A shorter request to use pages that are too few for `head`. With policy priority rows make room instead."""

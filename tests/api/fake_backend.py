@@ -7,13 +7,14 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
+from asyncengine.chat_prompt import ChatPrompt
+from asyncengine.delta import Delta
 from asyncengine.engine_info import EngineInfo, Health
 from asyncengine.errors import EngineError, InvalidRequestError
 from asyncengine.logprobs import PromptLogprob, TokenLogprob, TopLogprob
 from asyncengine.metrics import COUNTERS, HISTOGRAMS, HistogramTotals, Totals
 from asyncengine.prompt_messages import TokenizedPrompt
 from asyncengine.sampling import SamplingParams
-from asyncengine.streams import ChatPrompt, Delta
 from asyncengine.timeline import Timeline
 
 MODEL = "org/fake-model"

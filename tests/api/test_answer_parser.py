@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from asyncengine.api import answer_parser, markup, tool_call_object
 from asyncengine.api.answer_parser import AnswerParser
 from asyncengine.config import ToolCallFormat
-from asyncengine.streams import Delta, ToolCallDelta
+from asyncengine.delta import Delta, ToolCallDelta
 
 Parts = tuple[str, str, list[tuple[str, str]], str | None]
 """Reasoning, content, (name, arguments) of each call, finish reason."""

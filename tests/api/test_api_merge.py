@@ -10,8 +10,8 @@ import pytest
 from api_server import eventually
 
 from asyncengine.api.merge import merge
+from asyncengine.delta import Delta
 from asyncengine.errors import InvalidRequestError
-from asyncengine.streams import Delta
 
 
 class Source:

@@ -13,9 +13,9 @@ from api_server import CHAT, COMPLETIONS, Server, eventually, serving
 from fake_backend import FakeBackend
 
 from asyncengine.api import relay, sse
+from asyncengine.chat_prompt import ChatPrompt
 from asyncengine.errors import QueueFullError
 from asyncengine.prompt_messages import TokenizedPrompt
-from asyncengine.streams import ChatPrompt
 
 BODIES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": ["a", "b"], "n": 2},

@@ -18,9 +18,10 @@ from api_server import eventually, serving
 from fake_backend import ANSWER, FakeBackend
 from support.chromium import Page, browser, find_chromium
 
+from asyncengine.chat_prompt import ChatPrompt
+from asyncengine.delta import Delta
 from asyncengine.errors import EngineError, InvalidRequestError
 from asyncengine.sampling import SamplingParams
-from asyncengine.streams import ChatPrompt, Delta
 from asyncengine.wire.accounting import RingWriter, StepRecord, TurnRecord
 
 EXECUTABLE = find_chromium()

@@ -9,12 +9,12 @@ import pytest
 from api_server import Server, eventually
 from fake_backend import MODEL, FakeBackend
 
+from asyncengine.chat_prompt import ChatPrompt
 from asyncengine.client import AsyncClient, RetryPolicy
 from asyncengine.engine_info import Health
 from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError
 from asyncengine.outputs import collect
 from asyncengine.sampling import SamplingParams, Structured
-from asyncengine.streams import ChatPrompt
 
 PROMPTS = ["abc", [1, 2, 3], ChatPrompt(messages=[{"role": "user", "content": "hi"}])]
 PARAMS = SamplingParams(

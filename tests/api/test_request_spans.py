@@ -18,8 +18,8 @@ from api_server import CHAT, COMPLETIONS, serving
 from fake_backend import MODEL, FakeBackend
 from support.python_path import PYTHON_PATH
 
+from asyncengine.delta import Delta
 from asyncengine.errors import EngineDeadError, StartupError
-from asyncengine.streams import Delta
 from asyncengine.telemetry import export_spans_to, make_tracing
 from asyncengine.timeline import Timeline
 

@@ -10,10 +10,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from asyncengine.config import Role
+from asyncengine.delta import Delta
 from asyncengine.engine_info import EngineInfo
 from asyncengine.front_end import FrontEnd
 from asyncengine.sampling import SamplingParams
-from asyncengine.streams import Delta, RequestStream
+from asyncengine.streams import RequestStream
 from asyncengine.wire.answers import Cancelled, Deltas, Encoded, LogprobColumns, Openings, PromptColumns
 from asyncengine.wire.base import Wire
 from asyncengine.wire.frames import PromptLogprobs

@@ -14,11 +14,11 @@ import pytest
 from front_end_ring import INFO, PROMPT, PROMPT_BYTES, deltas, encoded, front_end_ring, ids_of, int32, text_of
 
 from asyncengine.api.worker import ApiWorker
+from asyncengine.chat_prompt import ChatPrompt
 from asyncengine.config import EngineConfig, Role, SidecarConfig
 from asyncengine.errors import EngineError, InvalidRequestError
 from asyncengine.recent_rids import KEEP_SECONDS, RecentRids
 from asyncengine.sampling import SamplingParams
-from asyncengine.streams import ChatPrompt
 from asyncengine.wire.answers import Detokenized, EngineStatus, Failed, Tokenized
 from asyncengine.wire.base import Finish, Wire
 from asyncengine.wire.pipes import Sender

@@ -7,9 +7,10 @@ from array import array
 
 import pytest
 
+from asyncengine.delta import Delta
 from asyncengine.errors import EngineDeadError, EngineError
 from asyncengine.logprobs import TokenLogprob
-from asyncengine.streams import Delta, RequestStream
+from asyncengine.streams import RequestStream
 from asyncengine.wire.base import Finish
 
 

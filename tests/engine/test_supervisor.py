@@ -22,6 +22,7 @@ from asyncengine.child import describe_exit, sidecar_environment
 from asyncengine.config import EngineConfig, Role
 from asyncengine.engine_info import Health
 from asyncengine.errors import StartupError
+from asyncengine.model_files import ResolvedModel
 from asyncengine.run_dir import RunDir
 from asyncengine.supervisor import Supervisor
 
@@ -94,7 +95,7 @@ async def test_all_sidecars_become_ready_and_close_leaves_nothing() -> None:
     heard = Heard()
     async with started(heard, EngineConfig(tokenizer_workers=2)) as supervisor:
         assert sorted(heard.ready_roles) == ["detokenizer_proc", "gpu_runner", "tokenizer_proc", "tokenizer_proc"]
-        assert supervisor.ready_info("gpu_runner")["architecture"] == "scripted"
+        assert supervisor.engine_info(ResolvedModel(Path("model"), "model")).architecture == "scripted"
         assert ("gpu_runner", 0, "loading weights") in heard.phases
         assert ("tokenizer_proc", 1, "start process") in heard.phases
         assert ("loading weights", 50, 100) in heard.updates

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import numpy as np
 import pytest
 from support.engine_core import EngineCore
@@ -377,9 +379,7 @@ def test_plans_are_self_contained_copies() -> None:
 
 
 def test_requests_are_stamped_when_they_come_when_they_start_and_at_their_first_token() -> None:
-    core = EngineCore(max_num_seqs=1)
-    times = iter(range(1, 100))
-    core.scheduler._clock = lambda: next(times)
+    core = EngineCore(max_num_seqs=1, clock=count(1).__next__)
     opens: list[Open] = []
     commit = core.scheduler.commit
 
@@ -413,9 +413,7 @@ def test_a_retracted_request_keeps_the_time_at_which_it_started() -> None:
 
 
 def told_of(core: EngineCore) -> dict[int, list[tuple[int, int]]]:
-    """Runs to the end; the marks of each request, whose times count up."""
-    times = iter(range(1, 10_000))
-    core.scheduler._clock = lambda: next(times)
+    """Runs to the end; the marks of each request."""
     told: dict[int, list[tuple[int, int]]] = {}
     commit = core.scheduler.commit
 
@@ -436,9 +434,9 @@ def told_of(core: EngineCore) -> dict[int, list[tuple[int, int]]]:
 
 
 def test_each_chunk_of_a_prompt_is_told_with_the_first_token() -> None:
-    core = EngineCore(max_num_batched_tokens=16)
+    core = EngineCore(max_num_batched_tokens=16, clock=count(1).__next__)
     core.add(1, prompt_of(40), 3, ignore_eos=True)
-    assert told_of(core) == {1: [(2, 16), (3, 16), (4, 8), (5, MARK_TOKEN)]}
+    assert told_of(core) == {1: [(3, 16), (4, 16), (5, 8), (6, MARK_TOKEN)]}
 
 
 def test_a_prompt_of_very_many_chunks_has_a_bounded_number_of_marks() -> None:
@@ -449,7 +447,7 @@ def test_a_prompt_of_very_many_chunks_has_a_bounded_number_of_marks() -> None:
 
 
 def test_what_a_preempted_request_loses_and_computes_again_is_told_with_its_next_token() -> None:
-    core = EngineCore(num_pages=8)
+    core = EngineCore(num_pages=8, clock=count(1).__next__)
     for rid in (1, 2, 3):
         core.add(rid, prompt_of(17, seed=rid), 60, ignore_eos=True)
     told = told_of(core)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -42,6 +44,7 @@ class EngineCore:
         check: bool = True,
         device: Any = None,
         depth: int = 2,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.vocab_size, self.eos_ids, self.check, self.depth = vocab_size, eos_ids, check, depth
         self.scheduler = Scheduler(
@@ -52,6 +55,7 @@ class EngineCore:
             eos_ids=eos_ids,
             policy=policy,
             enable_prefix_caching=enable_prefix_caching,
+            clock=clock,
         )
         self.model = device or PagedModel(
             num_slots=self.scheduler.slots.num_slots,

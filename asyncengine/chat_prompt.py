@@ -1,0 +1,19 @@
+"""A conversation as a caller hands it in."""
+
+from __future__ import annotations
+
+import msgspec
+
+from asyncengine.wire.requests import Markup
+
+
+class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A conversation for the model's chat template: messages are {"role": ..., "content": ...} objects, tools
+    {"type": "function", "function": {"name": ..., "parameters": ...}} objects. markup: for whoever takes the answer's
+    text apart."""
+
+    messages: list[dict[str, object]]
+    add_generation_prompt: bool = True
+    template_kwargs: dict[str, object] = {}
+    tools: list[dict[str, object]] = []
+    markup: Markup | None = None

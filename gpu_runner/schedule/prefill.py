@@ -1,0 +1,81 @@
+"""Which part of a prompt is computed in which step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from gpu_runner.schedule.counters import Counters
+from gpu_runner.schedule.masked_rows import MaskedRows
+from gpu_runner.schedule.plan_builder import PlanDraft
+from gpu_runner.schedule.prefill_marks import PrefillMarks
+from gpu_runner.schedule.rows import Rows
+from gpu_runner.schedule.running import Running
+
+
+class Prefill:
+    """Cuts prompts where a step's token budget ends, and where it would score more tokens than it has room for."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        running: Running,
+        masked_rows: MaskedRows,
+        *,
+        marks: PrefillMarks,
+        counters: Counters,
+        max_scores: int,
+        clock: Callable[[], int],
+    ) -> None:
+        """max_scores: prompt tokens whose log-probabilities a step may compute. clock: as in `Scheduler`."""
+        self._rows = rows
+        self._slots = rows.slots
+        self._running = running
+        self._masked_rows = masked_rows
+        self._marks = marks
+        self._counters = counters
+        self._max_scores = max_scores
+        self._clock = clock
+
+    def go_on(self, budget: int, draft: PlanDraft) -> int:
+        """Place chunks of the rows that prefill, oldest first; returns what is left of `budget` tokens."""
+        for slot in self._running.prefill:
+            if budget == 0:
+                break
+            budget -= self.place(slot, budget, draft)
+        return budget
+
+    def place(self, slot: int, budget: int, draft: PlanDraft) -> int:
+        """Compute the row's next tokens in this step and make their full pages shareable at once. A plan tells the
+        device of a row with its first tokens. Returns how many tokens there are in this step."""
+        slots = self._slots
+        length = min(int(slots.known[slot] - slots.computed[slot]), budget, self._scorable(slot, draft))
+        if slots.computed[slot] + length == slots.known[slot] and self._masked_rows.lacks_mask(slot):
+            length -= 1  # after the last one it would sample
+        if not length:
+            return 0
+        if not slots.announced[slot]:
+            slots.announced[slot] = True
+            draft.started.append(slot)
+            pages = slots.pages(slot).copy()
+            draft.write_pages(np.full(len(pages), slot, np.int32), np.arange(len(pages), dtype=np.int32), pages)
+        draft.prefill.append((slot, length))
+        self._marks.chunk(slot, length, self._clock())
+        slots.computed[slot] += length
+        scored, scores_to = int(slots.scored[slot]), int(min(slots.computed[slot], slots.score_end[slot]))
+        if scores_to > scored:
+            draft.scores.append((len(draft.prefill) - 1, scored, scores_to - scored))
+            slots.scored[slot] = scores_to
+        self._counters.prefill_tokens += length
+        if not slots.score_end[slot]:  # what that row computes may be in the tree already, which it would hold as well
+            self._rows.share(slot)
+        return length
+
+    def _scorable(self, slot: int, draft: PlanDraft) -> int:
+        """How far the row's chunk may reach for the step to score no more than `max_scores` tokens."""
+        slots = self._slots
+        room = self._max_scores - draft.num_scores
+        if slots.score_end[slot] - slots.scored[slot] <= room:
+            return slots.max_model_len
+        return int(slots.scored[slot] + room - slots.computed[slot])
