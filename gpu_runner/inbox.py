@@ -91,7 +91,7 @@ class Inbox:
                 self._abort(message.rid)
 
     def _take(self, message: Generate) -> None:
-        if any(self._scheduler.knows(message.rid + choice) for choice in range(message.params.n)):
+        if any(map(self._scheduler.knows, message.rids)):
             self._repeated += 1
             return
         try:
@@ -168,9 +168,9 @@ class Inbox:
             self._refuse(message.rid, error)
 
     def _check_ids(self, ids: np.ndarray, param: str) -> None:
-        outside = np.flatnonzero((ids < 0) | (ids >= self._vocab_size))
-        if len(outside):
-            position = int(outside[0])
+        outside = ids.view(np.uint32) >= self._vocab_size  # as a negative id is, too
+        if outside.any():
+            position = int(outside.argmax())
             raise InvalidRequestError(
                 f"token id {int(ids[position])} at position {position} is outside the model's vocabulary of "
                 f"{self._vocab_size}",
