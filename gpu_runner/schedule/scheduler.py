@@ -42,6 +42,7 @@ from gpu_runner.schedule.running import DecodeRows, Running
 from gpu_runner.schedule.slots import State
 from gpu_runner.schedule.step_output import StepOutput, aborted_rows
 
+RUNS = int(Finish.NONE)  # numpy takes microseconds to compare with a member of an enumeration
 FROM_THE_BEGINNING = tuple(Resume(choice, b"", 0) for choice in range(MAX_N))
 """Each choice of a request that has no output yet."""
 
@@ -231,10 +232,10 @@ class Scheduler:
                 opens = tuple(self._open(int(slot), now) for slot in rows[marked & ~slots.opened[index]])
             constrained = slots.constrained[index]
             if constrained.any():
-                continues = constrained & (finish == Finish.NONE)
+                continues = constrained & (finish == RUNS)
                 self.masked_rows.sampled(rows[continues], gens[continues], tokens[continues])
         if finish.any():
-            for slot in rows[finish != Finish.NONE]:
+            for slot in rows[finish != RUNS]:
                 self._end(int(slot))
                 self.counters.finished += 1
         return StepOutput(plan.step, rows, gens, tokens, finish, opens, logprobs, marks)

@@ -173,3 +173,14 @@ def test_only_the_choices_that_were_lost_are_taken_up_again(pipes: Pipes) -> Non
         assert ends.inbox.wait(LONG_MS)
         ends.inbox.drain()
     assert 5 in ends.scheduler.queue
+
+
+def test_a_request_that_goes_on_is_no_repetition_of_those_whose_rids_are_behind_its_own(pipes: Pipes) -> None:
+    ends = Ends(pipes)
+    prompt = int32(1, 2).tobytes()
+    first, second = (Generate(rid, prompt, SamplingParams(n=4), 3, b"", "", (Resume(0, b"", 0),)) for rid in (5, 6))
+    ends.hear(second, first)  # by way of two tokenizers
+    assert sorted(request.rid for request in ends.scheduler.queue if request.rid < 1_000) == [5, 6]
+    ends.hear(first)
+    assert sum(request.rid == 5 for request in ends.scheduler.queue) == 1
+    assert ends.inbox.malformed == 1
