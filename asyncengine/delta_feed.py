@@ -52,13 +52,13 @@ class DeltaFeed:
         logprobs: Iterable[Sequence[TokenLogprob]]
         logprobs = repeat((), len(deltas.rids) // 8) if deltas.logprobs is None else unpack(deltas.logprobs)
         for rid, text_end, ids_end, finish, stop_reason, prompt_tokens, cached_tokens, entries in zip(
-            memoryview(deltas.rids).cast("Q"),
-            memoryview(deltas.text_ends).cast("i"),
-            memoryview(deltas.ids_ends).cast("i"),
+            memoryview(deltas.rids).cast("Q").tolist(),  # quicker than to make the items one by one
+            memoryview(deltas.text_ends).cast("i").tolist(),
+            memoryview(deltas.ids_ends).cast("i").tolist(),
             deltas.finish,
-            memoryview(deltas.stop_reason).cast("i"),
-            memoryview(deltas.prompt_tokens).cast("i"),
-            memoryview(deltas.cached_tokens).cast("i"),
+            memoryview(deltas.stop_reason).cast("i").tolist(),
+            memoryview(deltas.prompt_tokens).cast("i").tolist(),
+            memoryview(deltas.cached_tokens).cast("i").tolist(),
             logprobs,
             strict=True,
         ):

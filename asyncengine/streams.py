@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Sequence
 
 from asyncengine.delta import FINISH_REASONS, Delta
@@ -41,8 +42,8 @@ class _Choice:
     def __init__(self) -> None:
         self.text = bytearray()  # UTF-8; every delta ends on a character border, so any concatenation decodes
         self.text_bytes = 0
-        self.ids = bytearray()  # int32 array
-        self.taken = 0  # bytes of `ids` that the caller has
+        self.ids = array("i")
+        self.taken = 0  # of `ids`: the caller has them
         self.logprobs: list[TokenLogprob] = []
         self.num_logprobs = 0
         self.prompt_logprobs: list[PromptLogprob] | None = None
@@ -125,7 +126,7 @@ class RequestStream:
         choice = self._choices[index]
         count = self.num_tokens(index)
         known = choice.num_logprobs if logprobs else count
-        return Resume(index, bytes(choice.ids[: 4 * known]), choice.text_bytes), count - known
+        return Resume(index, choice.ids[:known].tobytes(), choice.text_bytes), count - known
 
     def timeline(self, index: int) -> Timeline:
         """Of choice `index`, as far as it has come."""
@@ -144,7 +145,7 @@ class RequestStream:
 
     def num_tokens(self, index: int) -> int:
         """Tokens of choice `index` so far."""
-        return len(self._choices[index].ids) // 4
+        return len(self._choices[index].ids)
 
     def prompt_tokens(self, index: int) -> int:
         """Tokens of choice `index`'s prompt; 0 before its first news."""
@@ -183,7 +184,7 @@ class RequestStream:
             return before
         choice.text += text
         choice.text_bytes += len(text)
-        choice.ids += ids
+        choice.ids.frombytes(ids)
         if logprobs:
             choice.logprobs += logprobs
             choice.num_logprobs += len(logprobs)
@@ -240,7 +241,7 @@ class RequestStream:
         size = 0
         for index in self._pending:
             choice = self._choices[index]
-            size += len(choice.text) + len(choice.ids) - choice.taken
+            size += len(choice.text) + 4 * (len(choice.ids) - choice.taken)
             if choice.logprobs:
                 size += len(choice.logprobs) * ENTRY_BYTES * (1 + len(choice.logprobs[-1].top))
         return size
@@ -285,10 +286,10 @@ class RequestStream:
         return Delta(
             index=index,
             text=text.decode("utf-8", "replace"),
-            token_ids=memoryview(ids).cast("i").tolist(),
+            token_ids=ids.tolist(),
             prompt_tokens=choice.prompt_tokens,
             cached_tokens=choice.cached_tokens,
-            completion_tokens=choice.taken // 4,
+            completion_tokens=choice.taken,
             finish_reason=FINISH_REASONS[Finish(choice.finish)] if choice.finish else None,
             stop_reason=self._stop_reason(choice),
             logprobs=logprobs,

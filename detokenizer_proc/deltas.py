@@ -56,22 +56,6 @@ class PendingDelta:
         self.stop_reason = -1
         self.queued = False
 
-    def unsent_text(self) -> bytes:
-        """UTF-8."""
-        data = "".join(self.text).encode()
-        return data[self.shown :] if self.shown else data
-
-    def mark_sent(self) -> None:
-        """All of it has left its outbox."""
-        if self.shown:
-            self.shown -= min(self.shown, len("".join(self.text).encode()))
-        self.text.clear()
-        self.ids.clear()
-        self.logprobs = None
-        self.opened = self.prompt = None
-        self.marks = b""
-        self.queued = False
-
 
 class DeltaOutbox:
     """The way to one API worker. While the pipe is full, deltas merge in place instead of queueing.
@@ -107,7 +91,14 @@ class DeltaOutbox:
                 return False
             sent, self._waiting = self._waiting[:count], self._waiting[count:]
             for delta in sent:
-                delta.mark_sent()
+                if delta.shown:
+                    delta.shown -= min(delta.shown, len("".join(delta.text).encode()))
+                delta.text.clear()
+                delta.ids.clear()
+                delta.logprobs = None
+                delta.opened = delta.prompt = None
+                delta.marks = b""
+                delta.queued = False
         return True
 
     def check_integrity(self) -> None:
@@ -119,30 +110,35 @@ class DeltaOutbox:
 def _to_wire(waiting: list[PendingDelta], shard: int) -> tuple[Deltas, int]:
     """A message of the first of `waiting`, at least one and as many as fit, and their number."""
     texts: list[bytes] = []
-    text_ends, ids, ids_ends = array("i"), array("i"), array("i")
+    text_ends: list[int] = []
+    ids: list[int] = []
+    ids_ends: list[int] = []
     end = logprob_bytes = prompt_bytes = mark_bytes = 0
     for delta in waiting:
-        data = delta.unsent_text()
+        data = "".join(delta.text).encode()
+        if delta.shown:
+            data = data[delta.shown :]
         if delta.logprobs is not None:
             logprob_bytes += delta.logprobs.nbytes
         if delta.prompt is not None:
             prompt_bytes += len(delta.prompt.token_bytes) + 3 * len(delta.prompt.token_ends)
-        mark_bytes += len(delta.marks)
+        if delta.marks:
+            mark_bytes += len(delta.marks)
         size = end + len(data) + 4 * (len(ids) + len(delta.ids)) + logprob_bytes + prompt_bytes + mark_bytes
         if texts and size > MAX_DELTAS_BYTES:
             break
         texts.append(data)
         end += len(data)
         text_ends.append(end)
-        ids.extend(delta.ids)
+        ids += delta.ids
         ids_ends.append(len(ids))
     batch = waiting[: len(texts)]
     message = Deltas(
         rids=array("Q", [delta.rid for delta in batch]).tobytes(),
         text=b"".join(texts),
-        text_ends=text_ends.tobytes(),
-        ids=ids.tobytes(),
-        ids_ends=ids_ends.tobytes(),
+        text_ends=array("i", text_ends).tobytes(),
+        ids=array("i", ids).tobytes(),
+        ids_ends=array("i", ids_ends).tobytes(),
         finish=bytes([delta.finish for delta in batch]),
         stop_reason=array("i", [delta.stop_reason for delta in batch]).tobytes(),
         prompt_tokens=array("i", [delta.prompt_tokens for delta in batch]).tobytes(),

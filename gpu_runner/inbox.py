@@ -169,9 +169,9 @@ class Inbox:
             self._refuse(message.rid, error)
 
     def _check_ids(self, ids: np.ndarray, param: str) -> None:
-        outside = np.flatnonzero((ids < 0) | (ids >= self._vocab_size))
-        if len(outside):
-            position = int(outside[0])
+        outside = ids.view(np.uint32) >= self._vocab_size  # as a negative id is, too
+        if outside.any():
+            position = int(outside.argmax())
             raise InvalidRequestError(
                 f"token id {int(ids[position])} at position {position} is outside the model's vocabulary of "
                 f"{self._vocab_size}",

@@ -19,25 +19,29 @@ class PrefillMarks:
 
     def __init__(self, num_slots: int) -> None:
         self.waiting: Bool = np.zeros(num_slots, np.bool_)
-        self._marks: dict[int, array[int]] = {}
+        self._marks: dict[int, list[int]] = {}
 
     def chunk(self, slot: int, tokens: int, now: int) -> None:
-        marks = self._of(slot)
-        if len(marks) >= 2 * MAX_MARKS and marks[-1] > 0:
+        marks = self._marks.get(slot)
+        if marks is None:
+            self._begin(slot, now, tokens)
+        elif len(marks) >= 2 * MAX_MARKS and marks[-1] > 0:
             marks[-1] += tokens
         else:
-            marks.extend((now, tokens))
+            marks += (now, tokens)
 
     def retracted(self, slot: int, now: int) -> None:
-        self._of(slot).extend((now, MARK_RETRACTED))
+        if (marks := self._marks.get(slot)) is None:
+            self._begin(slot, now, MARK_RETRACTED)
+        else:
+            marks += (now, MARK_RETRACTED)
 
     def take(self, slots: Int32, now: int) -> tuple[RowMarks, ...]:
         """What these rows, which have marks and a token since `now`, have not told yet."""
         self.waiting[slots] = False
         taken = []
         for slot in slots.tolist():
-            marks = self._marks.pop(slot)
-            marks.extend((now, MARK_TOKEN))
+            marks = array("q", (*self._marks.pop(slot), now, MARK_TOKEN))
             taken.append(RowMarks(slot, marks.tobytes()))
         return tuple(taken)
 
@@ -46,6 +50,6 @@ class PrefillMarks:
         self.waiting[slot] = False
         self._marks.pop(slot, None)
 
-    def _of(self, slot: int) -> array[int]:
+    def _begin(self, slot: int, now: int, mark: int) -> None:
         self.waiting[slot] = True
-        return self._marks.setdefault(slot, array("q"))
+        self._marks[slot] = [now, mark]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -88,7 +89,7 @@ class WaitingQueue:
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._waiting: dict[int, Request] = {}
         self._wanted = _Order(_KEYS[policy], self._waiting)
-        self._oldest = _Order(_age, self._waiting)
+        self._fresh: OrderedDict[int, Request] = OrderedDict()  # by arrival, which is the order they are pushed in
         self._shortest = _Order(_length, self._waiting)
         self._overtakes = 0  # requests that have started before the oldest that waits
         self._tickets = 0
@@ -110,7 +111,7 @@ class WaitingQueue:
         self.num_tokens += len(request.tokens)
         self._wanted.push(request)
         if request.fresh:
-            self._oldest.push(request)
+            self._fresh[request.rid] = request
             self._shortest.push(request)
 
     def head(self) -> Request | None:
@@ -118,7 +119,7 @@ class WaitingQueue:
         wanted = self._wanted.first()
         if wanted is None or not wanted.fresh or self._overtakes < MAX_OVERTAKES:
             return wanted
-        oldest = self._oldest.first()
+        oldest = self._oldest()
         assert oldest is not None
         oldest.aged = oldest.aged or oldest is not wanted
         return oldest
@@ -138,7 +139,7 @@ class WaitingQueue:
     def take(self, request: Request, *, resumed: bool) -> None:
         """Take out a request that starts, for the first time or again."""
         if not resumed:
-            self._overtakes = 0 if request is self._oldest.first() else self._overtakes + 1
+            self._overtakes = 0 if request is self._oldest() else self._overtakes + 1
         self._forget(request)
 
     def remove(self, rid: int) -> Request | None:
@@ -150,46 +151,58 @@ class WaitingQueue:
 
     def check_integrity(self) -> None:
         fresh = sorted(rid for rid, request in self._waiting.items() if request.fresh)
+        arrivals = [request.arrival for request in self._fresh.values()]
         assert self._wanted.live() == sorted(self._waiting), "every waiting request has exactly one live heap entry"
-        assert self._oldest.live() == self._shortest.live() == fresh
+        assert sorted(self._fresh) == self._shortest.live() == fresh
+        assert arrivals == sorted(arrivals)
         assert self._overtakes <= MAX_OVERTAKES
         assert self.num_tokens == sum(len(request.tokens) for request in self._waiting.values())
 
+    def _oldest(self) -> Request | None:
+        """Of those that have not run."""
+        return next(iter(self._fresh.values()), None)
+
     def _forget(self, request: Request) -> None:
         del self._waiting[request.rid]
+        self._fresh.pop(request.rid, None)
         self.num_tokens -= len(request.tokens)
 
 
 class _Order:
     """A heap over the requests that wait. The entries of those that have left are dropped when they surface; a request
-    that comes again has a new ticket, so that its old entry is known for what it is."""
+    that comes again has a new ticket, so that its old entry is known for what it is. Sorted when it is asked: one that
+    nobody asks costs next to nothing."""
 
     def __init__(self, key: Callable[[Request], Key], waiting: Mapping[int, Request]) -> None:
         self._key = key
         self._waiting = waiting
         self._heap: list[tuple[Key, int, Request]] = []
+        self._unsorted: list[tuple[int, Request]] = []
 
     def push(self, request: Request) -> None:
-        if len(self._heap) > 64 and len(self._heap) > 2 * len(self._waiting):
-            self._heap = [entry for entry in self._heap if self._is_live(entry)]
+        size = len(self._heap) + len(self._unsorted)
+        if size > 64 and size > 2 * len(self._waiting):
+            self._heap = [entry for entry in self._heap if self._is_live(*entry[1:])]
             heapq.heapify(self._heap)
-        heapq.heappush(self._heap, (self._key(request), request.ticket, request))
+            self._unsorted = [entry for entry in self._unsorted if self._is_live(*entry)]
+        self._unsorted.append((request.ticket, request))
 
     def first(self) -> Request | None:
-        while self._heap and not self._is_live(self._heap[0]):
+        if self._unsorted:
+            for ticket, request in self._unsorted:
+                if self._is_live(ticket, request):
+                    heapq.heappush(self._heap, (self._key(request), ticket, request))
+            self._unsorted.clear()
+        while self._heap and not self._is_live(*self._heap[0][1:]):
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
 
     def live(self) -> list[int]:
-        return sorted(entry[2].rid for entry in self._heap if self._is_live(entry))
+        entries = [*(entry[1:] for entry in self._heap), *self._unsorted]
+        return sorted(request.rid for ticket, request in entries if self._is_live(ticket, request))
 
-    def _is_live(self, entry: tuple[Key, int, Request]) -> bool:
-        _, ticket, request = entry
-        return self._waiting.get(request.rid) is request and request.ticket == ticket
-
-
-def _age(request: Request) -> Key:
-    return (0, 0, request.arrival)
+    def _is_live(self, ticket: int, request: Request) -> bool:
+        return request.ticket == ticket and self._waiting.get(request.rid) is request
 
 
 def _length(request: Request) -> Key:

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncengine.config import PAGE_SIZE, SchedulingPolicy
-from asyncengine.sampling import SamplingParams
+from asyncengine.sampling import MAX_N, SamplingParams
 from asyncengine.wire.base import Finish
 from asyncengine.wire.frames import Open, RowMarks
 from asyncengine.wire.requests import Resume
@@ -44,6 +44,10 @@ from gpu_runner.schedule.rows import Rows
 from gpu_runner.schedule.running import DecodeRows, Running
 from gpu_runner.schedule.slots import State
 from gpu_runner.schedule.step_output import StepOutput, aborted_rows
+
+RUNS = int(Finish.NONE)  # numpy takes microseconds to compare with a member of an enumeration
+FROM_THE_BEGINNING = tuple(Resume(choice, b"", 0) for choice in range(MAX_N))
+"""Each choice of a request that has no output yet."""
 
 
 class Scheduler:
@@ -120,21 +124,22 @@ class Scheduler:
             max_tokens=max_tokens,
             context=self.slots.max_model_len,
             cache_tokens=self.rows.usable_tokens,
-            output_len=max((len(part.ids) // prompt.itemsize for part in resume), default=0),
+            output_len=max(len(part.ids) for part in resume) // prompt.itemsize if resume else 0,
         )
         if not self.rows.caching:
             namespace = f"\0{rid}"  # a prefix of its own: shared among its choices, with nobody else
         now = self._clock()
-        for place, part in enumerate(resume or [Resume(choice, b"", 0) for choice in range(params.n)]):
+        prompt_len, seed = len(prompt), params.seed or 0
+        for place, part in enumerate(resume or FROM_THE_BEGINNING[: params.n]):
             tokens = np.concatenate([prompt, np.frombuffer(part.ids, np.int32)]) if part.ids else prompt
             self.queue.push(
                 Request(
                     rid=rid + place,
                     group=rid,
                     tokens=tokens,
-                    prompt_len=len(prompt),
+                    prompt_len=prompt_len,
                     params=params,
-                    seed=wrap_int64((params.seed or 0) + part.choice),
+                    seed=wrap_int64(seed + part.choice),
                     limit=limit,
                     detok=detok,
                     namespace=namespace,
@@ -226,10 +231,10 @@ class Scheduler:
                 opens = tuple(self._open(int(slot), now) for slot in rows[marked & ~slots.opened[index]])
             constrained = slots.constrained[index]
             if constrained.any():
-                continues = constrained & (finish == Finish.NONE)
+                continues = constrained & (finish == RUNS)
                 self.masked_rows.sampled(rows[continues], gens[continues], tokens[continues])
         if finish.any():
-            for slot in rows[finish != Finish.NONE]:
+            for slot in rows[finish != RUNS]:
                 self._end(int(slot))
                 self.counters.finished += 1
         return StepOutput(plan.step, rows, gens, tokens, finish, opens, logprobs, marks)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,8 +11,9 @@ from gpu_runner.schedule.plan import Int32
 from gpu_runner.schedule.queues import Request
 
 
-class State(IntEnum):
-    """A slot's life: FREE -> PREFILL -> DECODE -> DRAINING -> FREE.
+class State:
+    """A slot's life, as plain integers, since numpy takes microseconds to compare with a member of an enumeration:
+    FREE -> PREFILL -> DECODE -> DRAINING -> FREE.
 
     DRAINING: its last token is being computed, so no further step will hold it. RETRACTED: it lost its pages while it
     prefilled or decoded, and waits to prefill again. HELD: it decodes, but within a structure, and which tokens that
@@ -111,8 +110,8 @@ class Slots:
         free = set(self._free)
         assert len(free) == len(self._free), "a slot is on the free list twice"
         for slot in range(self.num_slots):
-            state = State(self.state[slot])
-            assert (slot in free) == (state == State.FREE), f"slot {slot} is {state.name}"
+            state = self.state[slot]
+            assert (slot in free) == (state == State.FREE), f"slot {slot} is in state {state}"
             assert (self.request[slot] is None) == (state == State.FREE)
             if state == State.FREE:
                 assert self.num_pages[slot] == 0
