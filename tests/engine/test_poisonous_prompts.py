@@ -20,7 +20,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def engine() -> AsyncIterator[AsyncEngine]:
-    """Two crashes end it; limits of time that were kept are no crashes."""
+    """Two crashes end it; that a limit of time was kept is no crash."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", PYTHON_PATH)
         patch.setenv("ASYNCENGINE_SCRIPT", "{}")
@@ -48,22 +48,13 @@ REJECTED = "400 prompt_rejected"
 
 
 async def test_each_poisonous_text_fails_alone_whatever_it_is_sent_as(engine: AsyncEngine) -> None:
-    restarts = 0
-    for poison in (SPIN, SPIN, SPIN, CRASH):
+    for restarts, poison in enumerate((SPIN, CRASH), 1):
         innocent = [f"innocent {i} of {restarts}" for i in range(12)]
-        texts = [*innocent[:5], f"some {poison}", *innocent[5:], f"more {poison}"]
-        chat = ChatPrompt([{"role": "user", "content": poison}])
-        prompts = [*texts[:3], chat, *texts[3:]] if restarts == 1 else texts
+        chat = ChatPrompt(messages=[{"role": "user", "content": poison}])
+        prompts = [*innocent[:5], f"some {poison}", *innocent[5:], f"more {poison}", chat]
         async with asyncio.timeout(120):
-            answers, questions = await asyncio.gather(
-                asyncio.gather(*(answer(engine, prompt) for prompt in prompts)),
-                asyncio.gather(*(ask(engine, text) for text in ("abc", f"a {poison}"))) if restarts == 2 else _none(),
-            )
-        expected = [REJECTED if isinstance(each, ChatPrompt) or poison in each else each for each in prompts]
-        assert answers == expected
-        if restarts == 2:
-            assert questions == [f"{len((await engine.tokenize('abc')).ids)} tokens", REJECTED]
-        restarts += 1
+            answers = await asyncio.gather(*(answer(engine, prompt) for prompt in prompts))
+        assert answers == [each if each in innocent else REJECTED for each in prompts]
         await eventually(lambda: engine.health.state == "ready")
         assert engine.gauges()["tokenizer_proc_restarts"] == restarts
     assert await answer(engine, "still here") == "still here"
@@ -71,5 +62,9 @@ async def test_each_poisonous_text_fails_alone_whatever_it_is_sent_as(engine: As
     assert engine._requests.count == 0
 
 
-async def _none() -> list[str]:
-    return []
+async def test_a_poisonous_question_costs_no_further_process(engine: AsyncEngine) -> None:
+    before = engine.gauges()["tokenizer_proc_restarts"]
+    async with asyncio.timeout(120):
+        answers = await asyncio.gather(*(ask(engine, text) for text in ("abc", f"a {CRASH}", "abc", f"a {SPIN}")))
+    assert answers == ["1 tokens", REJECTED, "1 tokens", REJECTED]
+    assert engine.gauges()["tokenizer_proc_restarts"] == before

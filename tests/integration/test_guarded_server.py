@@ -38,6 +38,7 @@ PROMPT = "zanzibar"
 SECRETS = [text.encode() for text in (FILE_KEY, ENVIRONMENT_KEY, WRONG_KEY, PROMPT)]
 MAX_QUEUED, ROWS = 8, 4
 STATUS_LISTEN = "0A"
+JSON = {"Content-Type": "application/json"}
 
 
 class Guarded:
@@ -144,6 +145,7 @@ async def test_nothing_leaks_opens_or_runs_that_should_not(folder: Path, tmp_pat
         await it_is_ready_when_a_request_succeeds_and_not_before(server)
         it_listens_on_its_port_only(server)
         media_is_refused_and_nobody_is_asked_for_it(await media_answers(server))
+        await texts_of_megabytes_are_refused(server)
         await more_than_may_wait_is_turned_away_and_the_rest_answered(server)
         await losses_and_malformed_requests(server)
         await no_secret_is_anywhere(server)
@@ -219,6 +221,18 @@ def media_is_refused_and_nobody_is_asked_for_it(result: tuple[list[tuple[int, An
     assert [status for status, _ in answers] == [400] * len(answers)
     assert {body["error"]["type"] for _, body in answers} == {"invalid_request_error"}
     assert visitors == []
+
+
+async def texts_of_megabytes_are_refused(server: Guarded) -> None:
+    for character in ("a", " ", "_", "😀"):
+        whole = character * (8_000_000 // len(character.encode()))
+        for text, expected in (
+            (whole, (413, "request_too_large")),
+            (whole[: len(whole) * 3 // 7], (400, "context_length_exceeded")),
+        ):
+            data = json.dumps({"prompt": text, "max_tokens": 1}, ensure_ascii=False).encode()
+            async with server.http.post("/v1/completions", data=data, headers=JSON) as response:
+                assert (response.status, (await response.json())["error"]["code"]) == expected
 
 
 async def more_than_may_wait_is_turned_away_and_the_rest_answered(server: Guarded) -> None:
