@@ -87,12 +87,12 @@ def test_every_number_has_both_ends_and_nothing_beyond_them_is_taken(
             taken |= {value} if answer == 200 else set()
         if path not in NEED_OTHERS:
             assert taken >= {low, high}, (path, taken)
-        wrong = [True, "x", [], {}] if path[-1] != KEY else ["x", "", "1.5", "1e3", "True"]
+        wrong: list[object] = [True, "x", [], {}] if path[-1] != KEY else ["x", "", "1.5", "1e3", "True"]
         if isinstance(number, inspect.IntType):
             wrong += [0.5] if path[-1] != KEY else []
-        for value in wrong:
-            if not (path[:1] == ("prompt",) and isinstance(value, str | list)):
-                assert status(parse, base | nested(path, value)) == 400, (path, value)
+        for other in wrong:
+            if not (path[:1] == ("prompt",) and isinstance(other, str | list)):
+                assert status(parse, base | nested(path, other)) == 400, (path, other)
 
 
 def test_numbers_are_found_where_they_are() -> None:

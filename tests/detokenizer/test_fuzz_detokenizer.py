@@ -57,7 +57,9 @@ def test_a_running_detokenizer_takes_any_frame_and_serves_the_rows_behind_it() -
         for token in tokens[1:]:
             ring.send(Row(number, 1, token), life=life)
         ring.send(Row(number, 1, EOS, Finish.STOP), life=life)
-        text, ids, ends = b"", [], []
+        text = b""
+        ids: list[int] = []
+        ends: list[int] = []
         while not ends:
             worker.turn(20)
             worker.check_integrity()

@@ -51,7 +51,7 @@ async def test_each_poisonous_text_fails_alone_whatever_it_is_sent_as(engine: As
     for restarts, poison in enumerate((SPIN, CRASH), 1):
         innocent = [f"innocent {i} of {restarts}" for i in range(12)]
         chat = ChatPrompt(messages=[{"role": "user", "content": poison}])
-        prompts = [*innocent[:5], f"some {poison}", *innocent[5:], f"more {poison}", chat]
+        prompts: list[str | ChatPrompt] = [*innocent[:5], f"some {poison}", *innocent[5:], f"more {poison}", chat]
         async with asyncio.timeout(120):
             answers = await asyncio.gather(*(answer(engine, prompt) for prompt in prompts))
         assert answers == [each if each in innocent else REJECTED for each in prompts]
