@@ -91,7 +91,7 @@ class Inbox:
                 self._abort(message.rid)
 
     def _take(self, message: Generate) -> None:
-        if any(self._scheduler.knows(message.rid + choice) for choice in range(message.params.n)):
+        if any(self._scheduler.knows(rid) for rid in message.rids):
             self._repeated += 1
             return
         try:
