@@ -17,7 +17,7 @@ from asyncengine.api_keys import API_KEY_VARIABLE
 from asyncengine.config import EngineConfig, Role, SidecarConfig, runs_on_cpu
 from asyncengine.errors import StartupError
 from asyncengine.wire.reports import Ready
-from asyncengine.wire.sidecar import write_config
+from asyncengine.wire.sidecar import CPU_LIMIT_SIGNAL, write_config
 
 ENVIRONMENT_NAMES = frozenset(
     {
@@ -160,4 +160,6 @@ def describe_exit(code: int) -> str:
     """How a process with this `returncode` ended, to follow its name."""
     if code >= 0:
         return f"exited with code {code}"
+    if -code == CPU_LIMIT_SIGNAL:
+        return "took too long over what it was sent, and was ended"
     return f"was killed by {signal.Signals(-code).name}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,7 +38,7 @@ def resolve_model(name: str) -> ResolvedModel:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise StartupError(f"the model folder {path} has no config.json")
-        return ResolvedModel(path.resolve(), name)
+        return ResolvedModel(_closed_folder(path), name)
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise StartupError(f"{path} is not a model: pass a .gguf file or a folder with config.json and safetensors")
@@ -48,7 +49,32 @@ def resolve_model(name: str) -> ResolvedModel:
         raise StartupError(
             f"{name!r} is not a model: pass a folder, a .gguf file, a Hugging Face id like org/name, or 'default'"
         )
-    return ResolvedModel(_download(name), name)
+    return ResolvedModel(_closed_folder(_download(name)), name)
+
+
+def _closed_folder(folder: Path) -> Path:
+    """The folder's real place. Raises `StartupError` if what is read of it is no plain file or lies elsewhere: who
+    writes a model must not choose which of this machine's files are read. In the hub's cache, files are links to the
+    `blobs` beside the snapshots."""
+    real = folder.resolve()
+    allowed = [real]
+    if real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--"):
+        allowed.append(real.parent.parent / "blobs")
+    for path in sorted(set(_files_read(real))):
+        try:
+            target = path.resolve(strict=True)
+        except (OSError, RuntimeError):  # of a circle of links Python 3.11 and 3.12 say RuntimeError
+            raise StartupError(f"{path} is a link that leads nowhere") from None
+        if target.parent not in allowed:
+            raise StartupError(f"{path} is a link that leads out of the model folder, to {target}; copy the file there")
+        if not target.is_file() and not target.is_dir():
+            raise StartupError(f"{path} is no plain file")
+    return real
+
+
+def _files_read(folder: Path) -> Iterator[Path]:
+    for pattern in HUB_FILES:
+        yield from folder.glob(pattern)
 
 
 def _looks_like_a_path(name: str) -> bool:

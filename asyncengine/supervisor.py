@@ -33,6 +33,7 @@ from asyncengine.startup_progress import StartupProgress
 from asyncengine.watchdog import LOOK_SECONDS, Watchdog
 from asyncengine.wire.pipes import Pipes, Receiver
 from asyncengine.wire.reports import Fatal, Heartbeat, Progress, Ready, RunnerInfo, TokenizerInfo, ToSupervisor
+from asyncengine.wire.sidecar import CPU_LIMIT_SIGNAL
 
 logger = logging.getLogger(__name__)
 
@@ -269,7 +270,10 @@ class Supervisor:
         if child.last_words is not None and child.ready is None:
             self._fail(f"{child.name} was lost and cannot be replaced: {child.last_words}")
             return
-        if too_many := self._losses.count(child.name, reason, time.monotonic()):
+        now = time.monotonic()
+        self._losses.begin(child.name, now)
+        # a limit that was kept is no crash: else a few such prompts would end the engine
+        if -code != CPU_LIMIT_SIGNAL and (too_many := self._losses.count(child.name, reason, now)):
             self._fail(too_many)
             return
         logger.warning("%s; it is being replaced", reason)

@@ -31,8 +31,9 @@ class Outbox:
                 sender.send(StepFrame(0, b"", b"", b"", b"", life=life))
 
     def relink(self, index: int, life: int) -> None:
-        """Detokenizer `index` was lost, and this is the one in its place. What waits for the lost one is dropped."""
-        if life > self._lives[index]:
+        """Detokenizer `index` was lost, and this is the one in its place. What waits for the lost one is dropped.
+        Numbers that no detokenizer has are ignored."""
+        if 0 <= index < len(self._lives) and life > self._lives[index]:
             self._pipes.drop(self._senders[index])
             self._lives[index] = life
             self._senders[index] = self._connect(index)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from asyncengine.config import API_WORKER_SHIFT, SidecarConfig, worker_key
-from asyncengine.errors import StartupError
+from asyncengine.errors import InvalidRequestError, StartupError
 from asyncengine.tokenizer_file import TokenizerFile, load_tokenizer
 from asyncengine.wire.accounting import RingWriter, TurnRecord
 from asyncengine.wire.answers import Encoded, Failed
@@ -35,8 +35,9 @@ from asyncengine.wire.requests import (
 from asyncengine.wire.sidecar import HEARTBEAT_SECONDS, Reporter
 from tokenizer_proc.answer_format import tag_tokens, tool_call_format, writes_reasoning
 from tokenizer_proc.chat_template import ChatTemplate
-from tokenizer_proc.prompt_encoder import Job, PromptEncoder
+from tokenizer_proc.prompt_encoder import Job, PromptEncoder, refusal
 from tokenizer_proc.token_service import Question, TokenService
+from tokenizer_proc.trial import TURN_CPU_SECONDS, cpu_limit, dangerous
 from tokenizer_proc.vocabulary import Vocabulary
 
 TURN_MESSAGES = 512
@@ -46,6 +47,9 @@ TURN_BYTES = 4 * 1024 * 1024
 BACKLOG_MESSAGES = 64
 """While gpu_runner is this far behind, nothing new is tokenized: requests wait in their pipe."""
 BACKLOG_WAIT_SECONDS = 0.02
+REJECTED = InvalidRequestError(
+    "the tokenizer crashes on this text, or takes too long over it", code="prompt_rejected", param="prompt"
+)
 
 
 def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
@@ -62,6 +66,11 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
     encoder = PromptEncoder(vocabulary=vocabulary, template=template, max_model_len=_max_model_len(config, file))
     ring = RingWriter(config.run_dir, config.role, config.index, TurnRecord)
     service = TokenService(vocabulary, encoder)
+
+    def report_life() -> None:
+        if reporter.heartbeat_due():
+            reporter.heartbeat({**worker.gauges(), "malformed": receiver.malformed})
+
     worker = Worker(
         index=config.index,
         encoder=encoder,
@@ -69,6 +78,8 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
         pipes=pipes,
         ring=ring,
         runner_life=config.lives.get(worker_key("gpu_runner", 0), 0),
+        wary=config.life > 0,
+        alive=report_life,
     )
     reporter.ready(
         TokenizerInfo(
@@ -80,12 +91,12 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
         )
     )
     while True:
-        if reporter.heartbeat_due():
-            reporter.heartbeat({**worker.gauges(), "malformed": receiver.malformed})
+        report_life()
         if not worker.flush():
             time.sleep(BACKLOG_WAIT_SECONDS)
         elif receiver.wait(int(HEARTBEAT_SECONDS * 1000)):
-            worker.turn(one_turn(receiver.drain(TURN_MESSAGES)))
+            with cpu_limit(TURN_CPU_SECONDS):
+                worker.turn(one_turn(receiver.drain(TURN_MESSAGES)))
 
 
 def one_turn(messages: Iterator[ToTokenizer]) -> Iterator[ToTokenizer]:
@@ -122,8 +133,14 @@ class Worker:
         pipes: Pipes,
         ring: RingWriter[TurnRecord],
         runner_life: int = 0,
+        wary: bool = False,
+        alive: Callable[[], None] = lambda: None,
     ) -> None:
-        """ring: where each turn is recorded. runner_life: of gpu_runner, until a `Relink` tells of another."""
+        """ring: where each turn is recorded. runner_life: of gpu_runner, until a `Relink` tells of another. wary: the
+        worker before this one was lost, so what may have been its end is tried first (see `trial`); `alive` is called
+        again and again meanwhile."""
+        self._wary = wary
+        self._alive = alive
         self._index = index
         self._ring = ring
         self._encoder = encoder
@@ -147,7 +164,12 @@ class Worker:
                 arrived.append(message)
         aborted = {message.rid for message in arrived if isinstance(message, Abort)}
         kept = [message for message in arrived if not isinstance(message, Job) or not _all_aborted(message, aborted)]
-        outcomes = iter(self._encoder.encode([message for message in kept if isinstance(message, Job)]))
+        jobs = [message for message in kept if isinstance(message, Job)]
+        if self._wary:
+            jobs, questions = self._without_dangerous(jobs, questions)
+            safe = {job.rid for job in jobs}
+            kept = [message for message in kept if not isinstance(message, Job) or message.rid in safe]
+        outcomes = iter(self._encoder.encode(jobs))
         middle, tokens = time.monotonic_ns(), self._counts["prompt_tokens"]
         encoded: defaultdict[int, list[Generate]] = defaultdict(list)
         for message in kept:
@@ -189,6 +211,20 @@ class Worker:
     def gauges(self) -> dict[str, int]:
         """Totals since the start, and the requests that wait for gpu_runner now."""
         return {**self._counts, "backlog": self._runner.backlog}
+
+    def _without_dangerous(self, jobs: list[Job], questions: list[Question]) -> tuple[list[Job], list[Question]]:
+        """Those that do not bring down a tokenizer; the others are refused. Of requests only those that were sent again
+        are tried; of questions all, which do not tell."""
+        suspects = [job for job in jobs if job.resume]
+        bad: list[Job | Question] = [
+            *dangerous(suspects, self._encoder.encode, self._alive),
+            *dangerous(questions, lambda asked: [self._service.answer(each) for each in asked], self._alive),
+        ]
+        for message in bad:
+            self._engine(message.rid).send(refusal(message.rid, REJECTED))
+        self._counts["failed"] += len(bad)
+        rids = {message.rid for message in bad}
+        return [job for job in jobs if job.rid not in rids], [each for each in questions if each.rid not in rids]
 
     def _connect_runner(self, life: int) -> None:
         """From here on requests go to gpu_runner number `life`; those that wait for the one before are lost with it."""

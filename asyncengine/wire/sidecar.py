@@ -27,6 +27,8 @@ from asyncengine.wire.reports import Fatal, Heartbeat, Progress, Ready
 
 PR_SET_PDEATHSIG = 1
 HEARTBEAT_SECONDS = 0.25
+CPU_LIMIT_SIGNAL = signal.SIGPROF
+"""With this the kernel ends a process that has set itself a limit of processor time."""
 PARENT_GONE_EXIT_CODE = 3
 
 Config = TypeVar("Config", bound=msgspec.Struct)

@@ -76,8 +76,8 @@ def _shards(folder: Path) -> list[Path]:
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise StartupError(f"cannot read {index}: {error}") from error
         for name in names:
-            if Path(name).name != name or not (folder / name).is_file():
-                raise StartupError(f"{index} names {name!r}, which is not a file of the folder")
+            if Path(name).name != name or Path(name).suffix != ".safetensors" or not (folder / name).is_file():
+                raise StartupError(f"{index} names {name!r}, which is not a safetensors file of the folder")
         return [folder / name for name in sorted(names)]
     files = [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
     if len(files) != 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import huggingface_hub
@@ -88,3 +89,63 @@ def test_a_hub_id_that_cannot_be_had_is_one_sentence(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(StartupError, match="cannot download org/name from Hugging Face: many lines"):
         resolve_model("org/name")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model folder, with a file beside it that is none of its own."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    (tmp_path / "secret").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model-2.safetensors", "tokenizer.json", "chat_template.jinja"])
+def test_a_file_that_lies_outside_its_model_folder_is_refused(folder: Path, name: str) -> None:
+    inner = folder / "inner"
+    inner.mkdir()
+    (folder / "hop").symlink_to("../secret")
+    for target in (str(folder.parent / "secret"), "../secret", "inner/../../secret", "hop", "/dev/zero"):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(target)
+        with pytest.raises(StartupError, match=r"is a link that leads out of the model folder, to /.*(secret|zero);"):
+            resolve_model(str(folder))
+
+
+def test_links_within_a_model_folder_and_to_the_folder_are_followed(folder: Path) -> None:
+    (folder / "chat_template.jinja").symlink_to("config.json")
+    (folder.parent / "alias").symlink_to("tiny")
+    assert resolve_model(str(folder.parent / "alias")).path == folder
+
+
+def test_links_that_lead_nowhere_or_in_a_circle_and_what_is_no_file_are_refused(folder: Path) -> None:
+    (folder / "a.json").symlink_to("absent")
+    with pytest.raises(StartupError, match=r"a\.json is a link that leads nowhere"):
+        resolve_model(str(folder))
+    (folder / "absent").symlink_to("a.json")
+    with pytest.raises(StartupError, match=r"a\.json is a link that leads nowhere"):
+        resolve_model(str(folder))
+    (folder / "a.json").unlink()
+    os.mkfifo(folder / "a.json")
+    with pytest.raises(StartupError, match=r"a\.json is no plain file"):
+        resolve_model(str(folder))
+
+
+def test_the_hubs_cache_keeps_its_files_behind_links(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = folder.parent / "models--org--name"
+    snapshot, blobs = repository / "snapshots" / "abc", repository / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, path in enumerate(sorted(folder.iterdir())):
+        path.rename(blobs / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    assert resolve_model(str(snapshot)).path == snapshot
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **kwargs: str(snapshot))
+    assert resolve_model("org/name") == model_files.ResolvedModel(snapshot, "org/name")
+    (snapshot / "tokenizer.json").unlink()
+    (snapshot / "tokenizer.json").symlink_to("../../../secret")
+    for name in ("org/name", str(snapshot)):
+        with pytest.raises(StartupError, match=r"tokenizer\.json is a link that leads out of the model folder"):
+            resolve_model(name)

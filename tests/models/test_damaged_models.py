@@ -165,9 +165,11 @@ def test_a_shard_that_the_index_names_must_be_a_file_of_the_folder(tmp_path: Pat
     load(tmp_path)
     weight_map = json.loads(index.read_text())["weight_map"]
     assert len(set(weight_map.values())) > 1
-    for bad in ("absent.safetensors", "../model.safetensors"):
+    elsewhere = tmp_path.parent / "outside.safetensors"
+    elsewhere.write_bytes((tmp_path / min(weight_map.values())).read_bytes())
+    for bad in ("absent.safetensors", "../outside.safetensors", str(elsewhere), "config.json", "..", ".", ""):
         index.write_text(json.dumps({"weight_map": weight_map | {"model.norm.weight": bad}}))
-        assert f"names '{bad}', which is not a file of the folder" in sentence(tmp_path)
+        assert f"names '{bad}', which is not a safetensors file of the folder" in sentence(tmp_path)
 
 
 def write_gguf(path: Path, *, architecture: str = "llama", skip: str = "") -> None:

@@ -112,6 +112,23 @@ def test_what_goes_on_after_a_loss_is_never_turned_away(desk: Desk) -> None:
     assert desk.waiting == [*range(10), 20]
 
 
+def test_choices_that_are_there_already_are_not_taken_twice_whatever_n_says(desk: Desk) -> None:
+    desk.send(2)
+    desk.send(0, resume=(Resume(0, b"", 0), Resume(1, b"", 0), Resume(2, b"", 0)))
+    assert desk.refused() == []
+    assert desk.waiting == [2]
+    assert desk.inbox.malformed == 1
+    desk.scheduler.check_integrity()
+
+
+def test_a_choice_that_is_sent_again_has_one_rid_and_the_next_may_be_anothers(desk: Desk) -> None:
+    desk.send(1)
+    desk.send(0, n=3, resume=(Resume(2, b"", 0),))
+    assert desk.refused() == []
+    assert sorted(desk.waiting) == [0, 1]
+    assert desk.inbox.malformed == 0
+
+
 def test_no_queue_at_all_is_allowed() -> None:
     limits = QueueLimits(requests=0, tokens=0)
     limits.check(waiting=0, waiting_tokens=0, n=2, prompt_len=5, rows=2)

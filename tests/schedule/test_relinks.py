@@ -103,7 +103,13 @@ def test_what_waits_for_a_lost_detokenizer_is_dropped_and_the_loop_goes_on(pipes
     assert not old.pending()
 
 
-@pytest.mark.parametrize("stale", [("detokenizer_proc", 0, 2), ("detokenizer_proc", 0, 1), ("gpu_runner", 0, 9)])
+@pytest.mark.parametrize(
+    "stale",
+    [
+        *(("detokenizer_proc", 0, 2), ("detokenizer_proc", 0, 1), ("gpu_runner", 0, 9)),
+        *(("detokenizer_proc", index, 3) for index in (2, 2**40, -1, -2)),
+    ],
+)
 def test_a_relink_that_is_no_news_changes_nothing(pipes: Pipes, stale: tuple[Any, int, int]) -> None:
     ends = Ends(pipes)
     new = pipes.receiver("detokenizer.0.2", StepFrame)

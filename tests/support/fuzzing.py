@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
 
 
 def slice_of(inputs: int) -> Callable[[Any], Any]:
@@ -32,8 +34,6 @@ def counted(name: str) -> Iterator[list[int]]:
 
 def mutate(data: bytes, draw: Callable[[Any], Any]) -> bytes:
     """`data` with a few bytes changed, cut, doubled or put in."""
-    from hypothesis import strategies as st
-
     out = bytearray(data)
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, max(0, len(out) - 1)))
@@ -49,3 +49,32 @@ def mutate(data: bytes, draw: Callable[[Any], Any]) -> bytes:
             case "double":
                 out[at:at] = out[at : at + 8]
     return bytes(out)
+
+
+ODD = (-1, 0, 1, 2, 7, 127, 2**31 - 1, 2**31, 2**32, 2**56, 2**63 - 1, 2**63, 2**64 - 1, -(2**31), -(2**63))
+
+
+def strange_frame(valid: list[msgspec.Struct], draw: Callable[[Any], Any]) -> bytes:
+    """What may come out of a pipe: random bytes, a message with bytes changed, or one with another value in some place,
+    which often is a message still."""
+    raw = msgspec.msgpack.encode(draw(st.sampled_from(valid)))
+    match draw(st.sampled_from(("random", "bytes", "value", "value"))):
+        case "random":
+            return bytes(draw(st.binary(max_size=64)))
+        case "bytes":
+            return mutate(raw, draw)
+    tree = msgspec.msgpack.decode(raw)
+    for _ in range(draw(st.integers(1, 3))):
+        tree = _changed(tree, draw)
+    return msgspec.msgpack.encode(tree)
+
+
+def _changed(tree: Any, draw: Callable[[Any], Any]) -> Any:
+    if isinstance(tree, list) and tree:
+        at = draw(st.integers(0, len(tree) - 1))
+        return [*tree[:at], _changed(tree[at], draw), *tree[at + 1 :]]
+    if isinstance(tree, bytes) and len(tree) >= 4 and draw(st.booleans()):  # one number of a column
+        at = 4 * draw(st.integers(0, len(tree) // 4 - 1))
+        number = draw(st.sampled_from([odd for odd in ODD if -(2**31) <= odd < 2**31]))
+        return tree[:at] + number.to_bytes(4, "little", signed=True) + tree[at + 4 :]
+    return draw(st.sampled_from((*ODD, None, True, 0.5, "", "x", b"", b"\xff" * 4, bytes(8), [], [1], tree, tree)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
 from collections.abc import Callable
 from functools import cache
@@ -303,3 +304,22 @@ def test_the_log_probabilities_of_a_prompt_are_bounded(loaded: Callable[[str], A
     assert isinstance(refused, Failed)
     assert (refused.status, refused.code, refused.param) == (400, "too_many_logprobs", "prompt_logprobs")
     assert f"its {most + 1} tokens" in refused.message
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("character", ["a", " ", "_", "😀"])
+def test_megabytes_of_one_character_are_refused_unread(
+    loaded: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, name: str, character: str
+) -> None:
+    vocabulary = loaded(name).vocabulary
+    monkeypatch.setattr(vocabulary, "count_tokens", None)
+    monkeypatch.setattr(vocabulary, "encode_prompts", lambda texts: [None for text in texts])
+    encoder = PromptEncoder(vocabulary=vocabulary, template=None, max_model_len=8192)
+    text = character * (8_000_000 // len(character.encode()))
+    short = EncodeText(2, "short", SamplingParams(), "")
+    refused, other = encoder.encode([EncodeText(1, text, SamplingParams(), ""), short])
+    assert isinstance(refused, Failed)
+    assert (refused.rid, refused.status, refused.code) == (1, 400, "context_length_exceeded")
+    assert re.match(r"the prompt of 8000000 bytes has at least \d{5} tokens, but", refused.message)
+    assert isinstance(other, Failed)
+    assert (other.rid, other.message) == (2, "the prompt cannot be tokenized")
