@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
 from simulation.traces import TraceRequest
 
 NONE = -1

@@ -13,6 +13,9 @@ from collections import deque
 from typing import NamedTuple
 
 import numpy as np
+from simulation.records import Records
+from simulation.step_model import StepModel
+from simulation.traces import OUTPUT_IDS, TraceRequest
 
 from asyncengine.config import PAGE_SIZE, SchedulingPolicy
 from asyncengine.errors import InvalidRequestError
@@ -21,12 +24,11 @@ from asyncengine.wire.messages import Finish
 from gpu_runner.schedule.plan import StepPlan, StepResult
 from gpu_runner.schedule.scheduler import Scheduler, num_slots_for
 from gpu_runner.schedule.step_output import StepOutput
-from simulation.records import Records
-from simulation.step_model import StepModel
-from simulation.traces import OUTPUT_IDS, TraceRequest
 
 STEPS_IN_FLIGHT = 2
 _NEVER = -1
+_NO_TOKEN = np.int32(-1)
+_GOES_ON, _LENGTH = np.uint8(Finish.NONE), np.uint8(Finish.LENGTH)
 
 
 class ReplicaConfig(NamedTuple):
@@ -120,12 +122,14 @@ class Replica:
         self._device_free_ns = max(self._device_free_ns, self.now_ns) + took_ns
         self.busy_ns += took_ns
         self.steps += 1
-        self._limit[plan.start.slot] = plan.start.limit
-        ends = plan.row_samples & (plan.row_start + plan.row_len + 1 >= self._limit[plan.row_slot])
+        if len(plan.start):
+            self._limit[plan.start.slot] = plan.start.limit
+        ends = plan.row_samples & (plan.row_start + plan.row_len >= self._limit[plan.row_slot] - 1)
+        token = np.int32(OUTPUT_IDS + plan.step % OUTPUT_IDS)
         result = StepResult(
             step=plan.step,
-            tokens=np.where(plan.row_samples, np.int32(OUTPUT_IDS + plan.step % OUTPUT_IDS), np.int32(-1)),
-            finish=np.where(ends, np.uint8(Finish.LENGTH), np.uint8(Finish.NONE)),
+            tokens=np.where(plan.row_samples, token, _NO_TOKEN),
+            finish=np.where(ends, _LENGTH, _GOES_ON),
         )
         self._in_flight.append(_Step(plan, result, self._device_free_ns))
 
@@ -140,7 +144,7 @@ class Replica:
         self._records.gaps.append(now - (before[before != _NEVER] if output.opens else before))
         if not output.finish.any():
             return []
-        ended: list[int] = self._request[slots[output.finish != Finish.NONE]].tolist()
+        ended: list[int] = self._request[slots[output.finish != _GOES_ON]].tolist()
         for index in ended:
             self._records.ended(index, now)
         return ended

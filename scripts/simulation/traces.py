@@ -22,8 +22,8 @@ OUTPUT_IDS = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """at_ns: after the trace's begin. blocks: ids of runs of `block_tokens` tokens that the prompt consists of, the last
-    one cut; none where it shares nothing with any other, whose `first_id` is the first of its tokens."""
+    """at_ns: after the trace's begin. blocks: ids of the runs of `block_tokens` tokens that the prompt consists of, the
+    last of them cut; none where it shares nothing with any other, and has the ids from `first_id` on."""
 
     index: int
     at_ns: int
