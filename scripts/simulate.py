@@ -1,4 +1,4 @@
-"""Plays a request trace to a simulated engine: real scheduler, queue, pages and prefix tree, and a clock that is computed.
+"""Plays a request trace to a simulated engine: real scheduler, queue, pages and prefix tree on a computed clock.
 
     python scripts/simulate.py TRACE [--model scripts/step_models/h200-llama-3.1-8b.json ...] [--policies all]
         [--load 0.5,0.7,0.9 | --time-scale 1 | --concurrency 64] [--json out.json] [--png out.png]
