@@ -106,7 +106,8 @@ def _prefill_run(row: dict[str, Any], step_tokens: int) -> tuple[float, int, int
 
 
 def _slope(points: list[tuple[float, float]]) -> float:
-    return float(np.polyfit(*zip(*points, strict=True), 1)[0])
+    xs, ys = zip(*points, strict=True)
+    return float(np.polyfit(xs, ys, 1)[0])
 
 
 def _error(what: str, how: str, measured_ms: float, modelled_ms: float) -> dict[str, Any]:

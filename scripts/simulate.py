@@ -103,6 +103,13 @@ def _loads(text: str) -> list[float]:
     return loads
 
 
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return count
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace")
@@ -111,17 +118,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--load", type=_loads, help="shares of what the engine can take, with commas between: 0.5,0.9")
     how.add_argument("--time-scale", type=float, default=1.0, help="the trace takes so many times its time")
-    how.add_argument("--concurrency", type=int, help="so many requests are under way at any time; no trace times")
-    parser.add_argument("--requests", type=int, help="only the first so many of the trace")
+    how.add_argument("--concurrency", type=_count, help="so many requests are under way at any time; no trace times")
+    parser.add_argument("--requests", type=_count, help="only the first so many of the trace")
     parser.add_argument("--length-scale", type=float, default=1.0, help="prompts and answers are so many times as long")
     parser.add_argument("--urgent", type=float, default=0.25, help="share of requests of priority 0, others have 1")
     parser.add_argument("--seed", type=int, default=0, help="which requests are urgent")
     parser.add_argument("--ttft-ms", type=float, default=1000.0, help="target of the good")
     parser.add_argument("--tpot-ms", type=float, default=50.0, help="target of the good")
-    parser.add_argument("--max-num-seqs", type=int, default=256)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
-    parser.add_argument("--max-model-len", type=int, help="(default: the model's)")
-    parser.add_argument("--kv-cache-tokens", type=int, help="(default: what the GPU has room for)")
+    parser.add_argument("--max-num-seqs", type=_count, default=256)
+    parser.add_argument("--max-num-batched-tokens", type=_count, default=2048)
+    parser.add_argument("--max-model-len", type=_count, help="(default: the model's)")
+    parser.add_argument("--kv-cache-tokens", type=_count, help="(default: what the GPU has room for)")
     parser.add_argument("--no-prefix-caching", action="store_true")
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--png", type=Path, help="draw them here")
@@ -131,8 +138,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"there is no policy {', '.join(sorted(wrong))}; there are {', '.join(POLICIES)}")
     if args.time_scale < 0 or args.length_scale <= 0 or not 0 <= args.urgent <= 1:
         parser.error("--time-scale must not be negative, --length-scale must be above 0, --urgent from 0 to 1")
-    if min(args.max_num_seqs, args.requests or 1, args.concurrency or 1) < 1:
-        parser.error("--max-num-seqs, --requests and --concurrency must be at least 1")
     if args.max_num_batched_tokens < args.max_num_seqs:
         parser.error("--max-num-batched-tokens must be at least --max-num-seqs")
     try:

@@ -14,6 +14,7 @@ from simulation.run import Run, capacity_ns, simulate, simulate_closed_loop
 from simulation.step_model import Coefficients, StepModel
 from simulation.traces import TraceRequest, load_trace, scaled
 
+from asyncengine.config import SchedulingPolicy
 from gpu_runner.schedule.queues import MAX_OVERTAKES
 
 SAMPLE = Path(__file__).parents[1] / "chaos" / "data" / "azure_conversation.csv"
@@ -106,7 +107,7 @@ def test_a_request_that_is_too_long_is_refused_and_the_others_run() -> None:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "shortest", "longest"])
-def test_every_request_ends_once_with_all_its_tokens_though_pages_run_out(policy: str) -> None:
+def test_every_request_ends_once_with_all_its_tokens_though_pages_run_out(policy: SchedulingPolicy) -> None:
     trace = scaled(load_trace(str(SAMPLE), limit=80, length_scale=0.5), 0.02)
     config = CONFIG._replace(kv_cache_tokens=6000, max_model_len=6000, max_num_seqs=32, policy=policy)
     run = simulate(trace, config, model())
@@ -149,7 +150,7 @@ def test_capacity_is_what_all_requests_at_once_take() -> None:
 # --------------------------------------------------------------------------------------------------------- policies
 
 
-def order(requests: Sequence[TraceRequest], policy: str) -> list[int]:
+def order(requests: Sequence[TraceRequest], policy: SchedulingPolicy) -> list[int]:
     """Of their starts, on an engine that runs one at a time."""
     run = simulate(requests, CONFIG._replace(max_num_seqs=1, policy=policy), model())
     return np.argsort(run.records.first).tolist()  # type: ignore[no-any-return]
@@ -167,7 +168,8 @@ def test_each_policy_has_its_order() -> None:
 def test_shortest_first_has_the_smaller_mean_ttft_of_a_mix() -> None:
     mix = [request(index, 0, 4000 if index % 2 == 0 else 50, 8) for index in range(40)]
     mean = {}
-    for policy in ("fcfs", "shortest", "longest"):
+    policies: tuple[SchedulingPolicy, ...] = ("fcfs", "shortest", "longest")
+    for policy in policies:
         run = simulate(mix, CONFIG._replace(policy=policy), model(prefill_pair_us=0.001))
         mean[policy] = float(run.records.ttft_ms.mean())
     assert mean["shortest"] < 0.7 * mean["fcfs"]
