@@ -39,8 +39,8 @@ class TraceRequest:
         if not self.blocks:
             return np.arange(self.first_id, self.first_id + self.prompt_tokens, dtype=np.int32)
         firsts = np.array(self.blocks, np.int32) * np.int32(self.block_tokens)
-        ids = firsts[:, None] + np.arange(self.block_tokens, dtype=np.int32)
-        return ids.reshape(-1)[: self.prompt_tokens]
+        ids: Int32 = np.add.outer(firsts, np.arange(self.block_tokens, dtype=np.int32)).ravel()
+        return ids[: self.prompt_tokens]
 
 
 def load_trace(source: str, *, limit: int | None = None, length_scale: float = 1.0) -> list[TraceRequest]:
