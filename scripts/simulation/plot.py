@@ -15,10 +15,10 @@ from matplotlib.axes import Axes
 COLOURS = {"fcfs": "#2b6c8f", "priority": "#e8871e", "shortest": "#4f9d4a", "longest": "#8c5fb0"}
 INK = "#22262b"
 PANELS = (
-    ("TTFT p50, ms", ("ttft_ms", "p50"), True),
-    ("TTFT p99, ms", ("ttft_ms", "p99"), True),
-    ("time between tokens p99, ms", ("gap_ms", "p99"), False),
-    ("requests within the targets, %", ("good_share",), False),
+    ("TTFT p50, ms", ("ttft_ms", "p50")),
+    ("TTFT p99, ms", ("ttft_ms", "p99")),
+    ("time between tokens p99, ms", ("gap_ms", "p99")),
+    ("requests within the targets, %", ("good_share",)),
 )
 
 
@@ -30,8 +30,8 @@ def plot(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
     figure.suptitle(title, fontsize=11, color=INK, x=0.01, ha="left")
     for model, line in zip(models, grid, strict=True):
         own = [row for row in rows if row["model"] == model and row["ended"]]
-        for axes, (name, keys, logarithmic) in zip(line, PANELS, strict=True):
-            _panel(axes, own, keys, logarithmic=logarithmic)
+        for axes, (name, keys) in zip(line, PANELS, strict=True):
+            _panel(axes, own, keys)
             axes.set_title(f"{model}\n{name}", fontsize=8.5, loc="left", color=INK)
     handles, labels = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8.5, frameon=False)
@@ -39,7 +39,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
     pyplot.close(figure)
 
 
-def _panel(axes: Axes, rows: Sequence[dict[str, Any]], keys: tuple[str, ...], *, logarithmic: bool) -> None:
+def _panel(axes: Axes, rows: Sequence[dict[str, Any]], keys: tuple[str, ...]) -> None:
     loads = list(dict.fromkeys(row["load"] for row in rows))
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     width = 0.8 / max(1, len(policies))
@@ -47,8 +47,6 @@ def _panel(axes: Axes, rows: Sequence[dict[str, Any]], keys: tuple[str, ...], *,
         own = [row for row in rows if row["policy"] == policy]
         at = [loads.index(row["load"]) + (place - (len(policies) - 1) / 2) * width for row in own]
         axes.bar(at, [_value(row, keys) for row in own], width, color=COLOURS[policy], label=policy)
-    if logarithmic:
-        axes.set_yscale("log")
     axes.set_xticks(range(len(loads)), loads, fontsize=8)
     axes.tick_params(axis="y", labelsize=8, colors="#59616b")
     axes.grid(axis="y", color="#e3e6ea", lw=0.6)
