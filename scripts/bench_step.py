@@ -130,6 +130,7 @@ def measure_decode(engine: Engine, batch: int, context: int, steps: int) -> dict
     step = float(np.median(times))
     return {
         "batch": batch,
+        "context": context,
         "ms": 1e3 * step,
         "p99_ms": 1e3 * float(np.percentile(times, 99)),
         "floor_ms": 1e3 * floor,
@@ -198,8 +199,9 @@ def bench(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         print(
             f"prefill {count:>3} x {length:<5} {count * length / total:>10,.0f} tok/s, first token {1e3 * first:.2f} ms"
         )
+    step_tokens = engine.executor.max_step_tokens
     engine.executor.close()
-    return {"model": model.name, "decode": rows, "prefill": prefill}
+    return {"model": model.name, "step_tokens": step_tokens, "decode": rows, "prefill": prefill}
 
 
 def main() -> None:

@@ -1,0 +1,159 @@
+"""Fits the coefficients of step models to the figures that their files hold, and writes both back.
+
+    python scripts/fit_step_model.py scripts/step_models/*.json [--bench-step out.json]
+
+--bench-step: what `bench_step.py --json` wrote; its decode steps, prefill and host times take the place of those in the
+files.
+
+Each coefficient comes of figures that show it alone: decode attention of a layer (the slope over the tokens it reads),
+head and choice of tokens (the slope over rows), prefill of long and short prompts in steps of one size (the pairs). The
+base at each measured batch is what is left of the step, so the model meets those points by construction; what it is
+worth between them is told by leaving each out. `errors` has all of it, measured beside modelled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from simulation.step_model import Coefficients, StepModel, along
+
+
+def fit(figures: dict[str, Any]) -> Coefficients:
+    """figures: as in the files, all times in us or ms as their names say."""
+    layers = figures["layers"]
+    context_us = layers * _slope([(row["context_tokens"], row["us"]) for row in figures["attention"]["us_per_layer"]])
+    row_us = _slope([(row["rows"], row["us"]) for row in figures["head"]["us"]])
+    decode = figures["decode"]
+    batches = [row["batch"] for row in decode["ms"]]
+    base = [1e3 * row["ms"] - row["batch"] * (row_us + context_us * row["context"]) for row in decode["ms"]]
+    # total time of each prefill run = steps x base(step size) + rows that sample + pairs
+    step_tokens = figures["prefill"]["step_tokens"]
+    runs = [_prefill_run(row, step_tokens) for row in figures["prefill"]["runs"]]
+    known = np.array([us - row_us * count for us, count, _, _ in runs])
+    unknown = np.array([[steps, pairs] for _, _, steps, pairs in runs])
+    weights = 1 / known  # relative errors count
+    (prefill_base, pair_us), *_ = np.linalg.lstsq(unknown * weights[:, None], known * weights, rcond=None)
+    return Coefficients(
+        base_tokens=(*batches, step_tokens),
+        base_us=tuple(round(us, 2) for us in (*base, float(prefill_base))),
+        sampled_row_us=round(row_us, 4),
+        decode_context_us=round(context_us, 6),
+        prefill_pair_us=round(float(pair_us), 8),
+        host_rows=tuple(row["rows"] for row in figures["host"]["us"]),
+        host_us=tuple(row["us"] for row in figures["host"]["us"]),
+    )
+
+
+def errors(figures: dict[str, Any], coefficients: Coefficients) -> list[dict[str, Any]]:
+    """Measured and modelled, in ms, of every point: those fitted, each decode point between two others when its base
+    is left out, and those that the fit did not see."""
+    model = StepModel(coefficients)
+    c = coefficients
+    rows = []
+    for place, row in enumerate(figures["decode"]["ms"]):
+        batch, context = row["batch"], row["batch"] * row["context"]
+        ns = model.time_ns(tokens=batch, sampled=batch, context=context, pairs=0)
+        rows.append(_error(f"decode, batch {batch}, context {row['context']}", "fitted", row["ms"], ns / 1e6))
+        if 0 < place < len(c.base_tokens) - 1:
+            others = [i for i in range(len(c.base_tokens)) if i != place]
+            base = along(batch, [c.base_tokens[i] for i in others], [c.base_us[i] for i in others])
+            us = base + batch * (c.sampled_row_us + c.decode_context_us * row["context"])
+            rows.append(_error(f"decode, batch {batch}, context {row['context']}", "left out", row["ms"], us / 1e3))
+    step_tokens = figures["prefill"]["step_tokens"]
+    for row in figures["prefill"]["runs"]:
+        measured, count, steps, pairs = _prefill_run(row, step_tokens)
+        us = steps * c.base_us[-1] + count * c.sampled_row_us + pairs * c.prefill_pair_us
+        rows.append(_error(f"prefill, {count} x {row['length']}", "fitted", measured / 1e3, us / 1e3))
+    attention = figures["attention"]["us_per_layer"]
+    per_layer = c.decode_context_us / figures["layers"]
+    constant = float(np.mean([row["us"] - per_layer * row["context_tokens"] for row in attention]))
+    for row in attention:
+        us = constant + per_layer * row["context_tokens"]
+        rows.append(_error(f"decode attention, one layer, batch {row['batch']}", "fitted", row["us"] / 1e3, us / 1e3))
+    for row in figures["first_token"]["ms"]:
+        length = row["prompt"]
+        pairs = length * (length + 1) // 2
+        ns = model.time_ns(tokens=step_tokens, sampled=1, context=0, pairs=pairs) + model.host_ns(1)
+        rows.append(_error(f"one prompt of {length} to its first token", "not seen", row["ms"], ns / 1e6))
+    return rows
+
+
+def with_bench_step(figures: dict[str, Any], result: dict[str, Any], source: str) -> dict[str, Any]:
+    """The figures, with those that a run of `bench_step.py` measured for the model in their place."""
+    runs = [row for row in result["prefill"] if row["count"] > 1]
+    single = [row for row in result["prefill"] if row["count"] == 1]
+    decode = [{key: row[key] for key in ("batch", "context", "ms")} for row in result["decode"]]
+    host = [{"rows": row["batch"], "us": row["host_us"]} for row in result["decode"]]
+    prefill = [{key: row[key] for key in ("count", "length", "tokens_per_s")} for row in runs]
+    return figures | {
+        "decode": {"source": source, "ms": decode},
+        "prefill": {"source": source, "step_tokens": result["step_tokens"], "runs": prefill},
+        "first_token": {"source": source, "ms": [{"prompt": row["length"], "ms": row["first_ms"]} for row in single]},
+        "host": {"source": source, "us": host},
+    }
+
+
+def _prefill_run(row: dict[str, Any], step_tokens: int) -> tuple[float, int, int, int]:
+    """us in all, prompts, steps, pairs."""
+    count, length = row["count"], row["length"]
+    tokens = count * length
+    return 1e6 * tokens / row["tokens_per_s"], count, -(-tokens // step_tokens), count * length * (length + 1) // 2
+
+
+def _slope(points: list[tuple[float, float]]) -> float:
+    xs, ys = zip(*points, strict=True)
+    return float(np.polyfit(xs, ys, 1)[0])
+
+
+def _error(what: str, how: str, measured_ms: float, modelled_ms: float) -> dict[str, Any]:
+    percent = round(100 * (modelled_ms / measured_ms - 1), 1)
+    return {
+        "what": what,
+        "point": how,
+        "measured_ms": round(measured_ms, 4),
+        "modelled_ms": round(modelled_ms, 4),
+        "error_percent": percent + 0.0,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--bench-step", type=Path, help="JSON that bench_step.py wrote")
+    args = parser.parse_args()
+    benched = json.loads(args.bench_step.read_text()) if args.bench_step else []
+    for path in args.files:
+        content = json.loads(path.read_text())
+        for result in benched:
+            if result["model"] == content["model"]:
+                content["figures"] = with_bench_step(content["figures"], result, f"bench_step.py, {args.bench_step}")
+        coefficients = fit(content["figures"])
+        content["coefficients"] = {name: getattr(coefficients, name) for name in coefficients.__struct_fields__}
+        content["errors"] = errors(content["figures"], coefficients)
+        path.write_text(dump(content))
+        print(f"{path.name}:")
+        for row in content["errors"]:
+            print(
+                f"  {row['what']:<44} {row['point']:<9} {row['measured_ms']:>9.3f} ms measured"
+                f" {row['modelled_ms']:>9.3f} modelled {row['error_percent']:>+6.1f} %"
+            )
+
+
+def dump(content: dict[str, Any]) -> str:
+    """JSON in which the entries of the lists have a line each."""
+    text = json.dumps(content, indent=2)
+    return re.sub(r"(?<=\n)( {4,}(?:\"\w+\": )?)([{\[])\s*([^{}\[\]]*?)\s*([}\]])", _on_one_line, text) + "\n"
+
+
+def _on_one_line(found: re.Match[str]) -> str:
+    indent, opening, inside, closing = found.groups()
+    return indent + opening + re.sub(r"\s*\n\s*", " ", inside) + closing
+
+
+if __name__ == "__main__":
+    main()
