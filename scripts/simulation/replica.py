@@ -20,7 +20,7 @@ from simulation.traces import OUTPUT_IDS, TraceRequest
 from asyncengine.config import PAGE_SIZE, SchedulingPolicy
 from asyncengine.errors import InvalidRequestError
 from asyncengine.sampling import SamplingParams
-from asyncengine.wire.messages import Finish
+from asyncengine.wire.base import Finish
 from gpu_runner.schedule.plan import StepPlan, StepResult
 from gpu_runner.schedule.scheduler import Scheduler, num_slots_for
 from gpu_runner.schedule.step_output import StepOutput
