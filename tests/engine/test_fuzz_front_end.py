@@ -10,7 +10,7 @@ import msgspec
 from front_end_ring import deltas, encoded, front_end_ring, ids_of, text_of
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fuzzing import counted, slice_of, strange_frame
+from support.fuzzing import counted, read_frame, slice_of, strange_frame
 from support.wire_examples import DELTAS, GENERATE
 
 from asyncengine.sampling import SamplingParams
@@ -33,8 +33,6 @@ STREAMS_WITH_STRANGE_NEWS = SamplingParams(n=16, seed=7, logprobs=2, prompt_logp
 
 
 def test_a_running_front_end_takes_any_frame_and_serves_the_streams_behind_it() -> None:
-    decoder = msgspec.msgpack.Decoder(ToEngine)
-
     async def run(frames: list[bytes], path: Path) -> None:
         expected = 0
         async with front_end_ring(path) as ring:
@@ -44,10 +42,7 @@ def test_a_running_front_end_takes_any_frame_and_serves_the_streams_behind_it() 
             await ring.say()
             assert ring._engine is not None
             for raw in frames:
-                try:
-                    decoder.decode(raw)
-                except Exception:  # noqa: BLE001 - what a receiver counts as malformed
-                    expected += 1
+                expected += read_frame(raw, ToEngine) is None
                 ring._engine.socket.send(raw)
             await ring.say(
                 encoded(rid), deltas(rid, "ok 世", [5, 6], shard=0), deltas(rid, "!", [7], finish=Finish.STOP)

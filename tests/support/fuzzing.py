@@ -11,6 +11,8 @@ import msgspec
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from asyncengine.wire.checks import check
+
 
 def slice_of(inputs: int) -> Callable[[Any], Any]:
     """Settings of a fuzzer that tries `inputs` in CI, the same ones each time."""
@@ -22,6 +24,16 @@ def slice_of(inputs: int) -> Callable[[Any], Any]:
         database=None,
         suppress_health_check=list(HealthCheck),
     )
+
+
+def read_frame(raw: bytes, types: Any) -> Any:
+    """The message that a pipe's reader makes of a frame; None where it counts it as malformed."""
+    try:
+        message = msgspec.msgpack.decode(raw, type=types)
+        check(message)
+    except Exception:  # noqa: BLE001 - as in `Receiver.drain`
+        return None
+    return message
 
 
 @contextmanager
