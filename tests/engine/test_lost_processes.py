@@ -54,7 +54,7 @@ async def engine() -> AsyncIterator[AsyncEngine]:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def undisturbed(engine: AsyncEngine) -> Answers:
-    return await Load(engine).run()
+    return await Load(engine).run(1)
 
 
 class Answer:
@@ -76,14 +76,14 @@ class Answer:
 
 
 class Load:
-    """All of `REQUESTS` several times at once; `tokens` that have arrived so far."""
+    """All of `REQUESTS` so many times at once; `tokens` that have arrived so far."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.tokens = 0
         self._engine = engine
 
-    async def run(self) -> Answers:
-        return await asyncio.gather(*(self._request(i, params) for i, params in enumerate(REQUESTS * 3)))
+    async def run(self, times: int) -> Answers:
+        return await asyncio.gather(*(self._request(i, params) for i, params in enumerate(REQUESTS * times)))
 
     async def _request(self, number: int, params: SamplingParams) -> list[dict[str, object]]:
         answers = [Answer() for _ in range(params.n)]
@@ -99,19 +99,19 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.002)
 
 
-@pytest.mark.parametrize("tokens", [0, 600])
+@pytest.mark.parametrize(("tokens", "times"), [(0, 3), (1500, 8)])  # 27 and 72 choices
 @pytest.mark.parametrize("name", PROCESSES)
 async def test_nobody_notices_that_a_process_was_killed(
-    engine: AsyncEngine, undisturbed: Answers, name: str, tokens: int
+    engine: AsyncEngine, undisturbed: Answers, name: str, tokens: int, times: int
 ) -> None:
     load = Load(engine)
-    running = asyncio.create_task(load.run())
+    running = asyncio.create_task(load.run(times))
     await until(lambda: load.tokens >= tokens)
     await asyncio.sleep(0)
     pid = engine._supervisor.pids()[name]
     os.kill(pid, signal.SIGKILL)
     async with asyncio.timeout(60):
-        assert await running == undisturbed
+        assert await running == undisturbed * times
     await until(lambda: engine._supervisor.pids()[name] != pid and engine.health.state == "ready")
     await until(lambda: engine.gauges()["running"] == engine.gauges()["waiting"] == 0)
     engine._requests.check_integrity()
@@ -121,12 +121,12 @@ async def test_nobody_notices_that_a_process_was_killed(
 
 async def test_all_processes_are_killed_at_once(engine: AsyncEngine, undisturbed: Answers) -> None:
     load = Load(engine)
-    running = asyncio.create_task(load.run())
-    await until(lambda: load.tokens >= 300)
+    running = asyncio.create_task(load.run(8))
+    await until(lambda: load.tokens >= 1500)
     for name in PROCESSES:
         os.kill(engine._supervisor.pids()[name], signal.SIGKILL)
     async with asyncio.timeout(60):
-        assert await running == undisturbed
+        assert await running == undisturbed * 8
 
 
 async def test_questions_to_a_killed_tokenizer_are_answered_by_its_successor(engine: AsyncEngine) -> None:
@@ -141,5 +141,5 @@ async def test_questions_to_a_killed_tokenizer_are_answered_by_its_successor(eng
 
 async def test_a_runner_that_dies_at_some_step_twice_is_replaced_twice(undisturbed: Answers) -> None:
     async with start(EngineConfig(), crash_at_step=20, crash_lives=[0, 1], step_ms=4) as engine:
-        assert await Load(engine).run() == undisturbed
+        assert await Load(engine).run(3) == undisturbed * 3
         assert engine.gauges()["gpu_runner_restarts"] == 2
