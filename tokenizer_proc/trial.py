@@ -23,7 +23,7 @@ from asyncengine.wire.sidecar import CPU_LIMIT_SIGNAL, HEARTBEAT_SECONDS, arm_li
 Item = TypeVar("Item")
 
 TURN_CPU_SECONDS = 15.0
-"""Of all threads together. The slowest real text, 8 MB of spaces, takes 10."""
+"""Of all threads together. The slowest real text known, 4 MB of spaces, takes 5."""
 TRIAL_SECONDS = 45.0
 """By the clock, for what waits instead of computing."""
 

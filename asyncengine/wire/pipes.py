@@ -177,7 +177,7 @@ class Receiver:
             try:
                 message = self._decoder.decode(data)
                 check(message)
-            except Exception:  # noqa: BLE001 - any failure to decode is the frame's fault: __post_init__ may raise anything
+            except Exception:  # noqa: BLE001 - any failure to decode or check it is the frame's fault
                 self.malformed += 1
                 continue
             yield message

@@ -15,30 +15,17 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from front_end_ring import INFO
 from support.command_line import Command, all_gone, running
 
 from asyncengine.cli import api_workers
 from asyncengine.config import API_WORKER_SHIFT, EngineConfig
-from asyncengine.engine_info import EngineInfo
 from asyncengine.errors import StartupError
 from asyncengine.front_end import FrontEnd
 from asyncengine.sampling import SamplingParams
 from asyncengine.wire.pipes import Pipes
 from asyncengine.wire.requests import Abort, EncodeIds, ToRunnerControl, ToTokenizer
 
-INFO = EngineInfo(
-    model="m",
-    model_path="m",
-    architecture="scripted",
-    device="cpu",
-    dtype="float32",
-    vocab_size=100,
-    max_model_len=100,
-    num_pages=2,
-    weight_bytes=0,
-    kv_cache_bytes=0,
-    has_chat_template=False,
-)
 ENDLESS = {"prompt": [40, 41], "max_tokens": 1900, "ignore_eos": True, "stream": True}
 SLOW: dict[str, object] = {"step_ms": 5, "endless_from": 1900}
 
