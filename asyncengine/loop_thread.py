@@ -15,6 +15,9 @@ from asyncengine.errors import EngineDeadError
 
 T = TypeVar("T")
 
+INTERRUPT_SECONDS = 0.2
+"""A signal that comes just before its thread falls asleep does not wake it, so the sleeper looks up this often."""
+
 
 class LoopThread:
     """Runs coroutines for other threads, which wait meanwhile.
@@ -40,6 +43,11 @@ class LoopThread:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """What `work` returns or raises. Raises `EngineDeadError` when the thread is or gets closed."""
         outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+        running = (
+            threading.Lock()
+        )  # a bare lock: an interrupt while a Future is waited for can leave it locked for good
+        running.acquire()
+        outcome.add_done_callback(lambda _: running.release())
         tasks: list[asyncio.Task[T]] = []
 
         def begin() -> None:
@@ -58,10 +66,11 @@ class LoopThread:
             if not self._call(begin):
                 work.close()
                 raise _closed()
+            _wait_for(running)
             return outcome.result()
         finally:
             if not outcome.done() and self._call(cancel):
-                concurrent.futures.wait([outcome])
+                _wait_for(running)
 
     def close(self) -> None:
         """Cancel what runs and end the thread. Idempotent."""
@@ -81,6 +90,11 @@ class LoopThread:
     def _serve(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.get_loop().run_forever()
+
+
+def _wait_for(running: threading.Lock) -> None:
+    while not running.acquire(timeout=INTERRUPT_SECONDS):
+        pass
 
 
 def _tell(outcome: concurrent.futures.Future[T], task: asyncio.Task[T]) -> None:
