@@ -12,6 +12,8 @@ from asyncengine.errors import StartupError
 Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 SchedulingPolicy = Literal["fcfs", "priority", "shortest", "longest"]
+ServiceClass = Literal["interactive", "background"]
+"""interactive: somebody waits for each token. background: all of it is wanted, some time; it takes what is left."""
 LoadFormat = Literal["auto", "dummy"]
 ToolCallFormat = Literal["hermes", "llama3"]
 ToolCallParserName = Literal["auto", "hermes", "llama3", "none"]
@@ -52,6 +54,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         template shows.
     max_queued_requests, max_queued_tokens: requests, and tokens of their prompts, that may wait to be scheduled; each
         of n choices counts. What comes on top is refused at once. One request may have more tokens if no other waits.
+    default_service_class: of requests that do not say. interactive_gap_ms, background_gap_ms: the longest step while a
+        row of that class decodes, as far as chunks of prompts can be cut shorter: what its stream waits between two
+        tokens. interactive_ttft_ms, background_ttft_ms: what its first token should not take longer than; both are what
+        is counted as within target.
+    kv_host_memory_gib: pinned host memory for the KV of prefixes that have no room on the device; 0 = none.
+    session_pin_share: of the KV cache, what the sessions of one tenant may keep from being evicted.
     queue_timeout_seconds: a request of which nothing has come for so long since it arrived ends with an error;
         request_timeout_seconds: and so does one that is not complete. The HTTP server keeps these two.
     max_crashes, crash_window_seconds: a sidecar that is lost is replaced and its work taken up again; so many losses
@@ -74,6 +82,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     scheduling_policy: SchedulingPolicy = "fcfs"
     max_queued_requests: int = 4096
     max_queued_tokens: int = 16 * 2**20
+    default_service_class: ServiceClass = "interactive"
+    interactive_gap_ms: float = 50.0
+    interactive_ttft_ms: float = 1000.0
+    background_gap_ms: float = 500.0
+    background_ttft_ms: float = 60000.0
+    kv_host_memory_gib: float = 0.0
+    session_pin_share: float = 0.25
     queue_timeout_seconds: float = DEFAULT_QUEUE_TIMEOUT_SECONDS
     request_timeout_seconds: float = DEFAULT_REQUEST_TIMEOUT_SECONDS
     chat_template: str | None = None
@@ -93,6 +108,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("dtype", DType),
             ("load_format", LoadFormat),
             ("scheduling_policy", SchedulingPolicy),
+            ("default_service_class", ServiceClass),
             ("tool_call_parser", ToolCallParserName),
             ("reasoning_parser", ReasoningParserName),
         ):
@@ -105,6 +121,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("kv_cache_tokens", 1, 2**40),
             ("max_queued_requests", 0, 2**20),
             ("max_queued_tokens", 0, 2**30),
+            ("interactive_gap_ms", 1, 1e6),
+            ("interactive_ttft_ms", 1, 1e9),
+            ("background_gap_ms", 1, 1e6),
+            ("background_ttft_ms", 1, 1e9),
+            ("kv_host_memory_gib", 0, 2**20),
+            ("session_pin_share", 0, 1),
             ("queue_timeout_seconds", 0.001, 1e6),
             ("request_timeout_seconds", 0.001, 1e7),
             ("tokenizer_workers", 1, 64),

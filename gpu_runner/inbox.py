@@ -164,6 +164,7 @@ class Inbox:
                 detok=message.detok,
                 namespace=message.namespace,
                 resume=message.resume,
+                terms=message.terms,
             )
         except InvalidRequestError as error:
             self._refuse(message.rid, error)

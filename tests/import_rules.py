@@ -9,7 +9,10 @@ from collections.abc import Iterator
 PROCESS_PACKAGES = ("tokenizer_proc", "detokenizer_proc", "gpu_runner")
 PACKAGES = ("asyncengine", *PROCESS_PACKAGES)
 
-WIRE_CONTRACT = ("asyncengine.wire", "asyncengine.config", "asyncengine.sampling", "asyncengine.errors")
+WIRE_CONTRACT = (
+    *("asyncengine.wire", "asyncengine.config", "asyncengine.sampling", "asyncengine.terms"),
+    "asyncengine.errors",
+)
 
 # Room -> what it may import of the project; the longest name that is a prefix of a module's is its room.
 ROOMS: dict[str, tuple[str, ...]] = {
@@ -17,6 +20,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "asyncengine.wire": WIRE_CONTRACT,
     "asyncengine.config": ("asyncengine.errors",),
     "asyncengine.sampling": ("asyncengine.config", "asyncengine.errors"),
+    "asyncengine.terms": ("asyncengine.config",),
     "asyncengine.errors": (),
     "tokenizer_proc": ("tokenizer_proc", *WIRE_CONTRACT, "asyncengine.tokenizer_file"),
     "detokenizer_proc": ("detokenizer_proc", *WIRE_CONTRACT, "asyncengine.tokenizer_file"),
@@ -32,7 +36,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "gpu_runner.device",
         "gpu_runner.models",
         "gpu_runner.kernels",
-        *("gpu_runner.schedule.plan", "gpu_runner.schedule.buckets"),
+        *("gpu_runner.schedule.plan", "gpu_runner.schedule.buckets", "gpu_runner.schedule.transfers"),
         *WIRE_CONTRACT,
     ),
     "gpu_runner.kvcache": ("gpu_runner.kvcache", *WIRE_CONTRACT),
@@ -43,6 +47,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "asyncengine.wire": ("msgspec", "zmq"),
     "asyncengine.config": ("msgspec",),
     "asyncengine.sampling": ("msgspec",),
+    "asyncengine.terms": ("msgspec",),
     "gpu_runner.kernels": ("torch", "triton", "numpy"),
     "gpu_runner.kvcache": ("numpy",),
     "gpu_runner.schedule": ("numpy",),

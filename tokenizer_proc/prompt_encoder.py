@@ -110,6 +110,7 @@ class PromptEncoder:
             detok=self._encoder.encode(options),
             namespace=job.namespace,
             resume=job.resume,
+            terms=job.terms,
         )
 
     def check_size(self, message: Message, text: str, param: str) -> None:

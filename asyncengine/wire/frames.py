@@ -43,6 +43,8 @@ class Open(Wire, frozen=True, tag=21):
     CLOCK_MONOTONIC, 0 = not told. prompt: where the request asks for its log-probabilities. resumed: int32 array,
     output tokens that come before those of the frames and are not sent again; nor are the first `shown` bytes of the
     row's text (see `Resume`).
+    session_tokens: what the request's session had before it, of which the prompt begins with `session_common`; -1 = no
+    such session was known.
     """
 
     slot: int
@@ -57,6 +59,8 @@ class Open(Wire, frozen=True, tag=21):
     prompt: PromptLogprobs | None = None
     resumed: bytes = b""
     shown: int = 0
+    session_tokens: int = -1
+    session_common: int = 0
 
 
 MARK_RETRACTED, MARK_TOKEN = 0, -1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncengine.config import Role
 from asyncengine.sampling import SamplingParams, Structured
+from asyncengine.terms import DEFAULT_TERMS, Terms
 from asyncengine.wire.base import Wire
 
 
@@ -33,6 +34,7 @@ class EncodeText(Wire, frozen=True, tag=1):
     namespace: str
     resume: tuple[Resume, ...] = ()
     max_model_len: int = 0
+    terms: Terms = DEFAULT_TERMS
 
 
 class EncodeIds(Wire, frozen=True, tag=2):
@@ -44,6 +46,7 @@ class EncodeIds(Wire, frozen=True, tag=2):
     namespace: str
     resume: tuple[Resume, ...] = ()
     max_model_len: int = 0
+    terms: Terms = DEFAULT_TERMS
 
 
 class Markup(Wire, frozen=True, tag=8):
@@ -76,6 +79,7 @@ class EncodeChat(Wire, frozen=True, tag=3):
     markup: Markup | None = None
     resume: tuple[Resume, ...] = ()
     max_model_len: int = 0
+    terms: Terms = DEFAULT_TERMS
 
 
 class Abort(Wire, frozen=True, tag=4):
@@ -93,6 +97,13 @@ class Relink(Wire, frozen=True, tag=12):
     role: Role
     index: int
     life: int
+
+
+class ReleaseSession(Wire, frozen=True, tag=13):
+    """Keep the prefix of `tenant`'s session no longer; unknown ones are ignored. On the control pipe."""
+
+    tenant: str
+    session: str
 
 
 class TokenizeText(Wire, frozen=True, tag=5):
@@ -140,6 +151,7 @@ class Generate(Wire, frozen=True, tag=10):
     detok: bytes
     namespace: str
     resume: tuple[Resume, ...] = ()
+    terms: Terms = DEFAULT_TERMS
 
     @property
     def rids(self) -> range:
@@ -156,4 +168,4 @@ class StopHit(Wire, frozen=True, tag=11):
 
 ToTokenizer = EncodeText | EncodeIds | EncodeChat | Abort | Relink | TokenizeText | TokenizeChat | Detokenize
 ToRunner = Generate | Abort | Relink
-ToRunnerControl = Abort | StopHit
+ToRunnerControl = Abort | ReleaseSession | StopHit

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from asyncengine.config import SchedulingPolicy
 from asyncengine.sampling import INT32_MAX, SamplingParams
+from asyncengine.terms import DEFAULT_TERMS, Terms
 
 Key = tuple[int, int, int]
 
@@ -42,6 +43,7 @@ class Request:
     detok: bytes
     namespace: str
     arrival: int
+    terms: Terms = DEFAULT_TERMS
     shown: int = 0
     slot: int = -1
     preemptions: int = 0

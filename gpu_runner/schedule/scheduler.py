@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from asyncengine.config import PAGE_SIZE, SchedulingPolicy
 from asyncengine.sampling import MAX_N, SamplingParams
+from asyncengine.terms import DEFAULT_TERMS, Terms
 from asyncengine.wire.base import Finish
 from asyncengine.wire.frames import Open, RowMarks
 from asyncengine.wire.requests import Resume
@@ -111,6 +112,7 @@ class Scheduler:
         detok: bytes = b"",
         namespace: str = "",
         resume: tuple[Resume, ...] = (),
+        terms: Terms = DEFAULT_TERMS,
     ) -> None:
         """Queue a request's `params.n` choices, or those that `resume` names: they get rids `rid`, `rid + 1`, ...
 
@@ -144,6 +146,7 @@ class Scheduler:
                     detok=detok,
                     namespace=namespace,
                     arrival=self._next_arrival,
+                    terms=terms,
                     shown=part.shown,
                     queued_ns=now,
                 )

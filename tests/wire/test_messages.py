@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncengine.sampling import SamplingParams, Structured
+from asyncengine.terms import Terms
 from asyncengine.wire import answers, frames, grammar_messages, reports, requests
 from asyncengine.wire.base import Finish, Wire
 from asyncengine.wire.frames import DetokenizeOptions, StepFrame
@@ -90,7 +91,7 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
         return SAMPLING
     if hint is Structured:
         return STRUCTURED
-    if isinstance(hint, type) and issubclass(hint, Wire):
+    if isinstance(hint, type) and issubclass(hint, Wire | Terms):
         return messages_of(hint)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple and arguments[1:] == (...,):
@@ -104,7 +105,7 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
     raise TypeError(f"no values known for a field of type {hint}")
 
 
-def messages_of(cls: type[Wire]) -> st.SearchStrategy[Wire]:
+def messages_of(cls: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
     return st.builds(cls, **{name: values_of(hint) for name, hint in typing.get_type_hints(cls).items()})
 
 
