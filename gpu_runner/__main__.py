@@ -33,6 +33,10 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
         eos_ids=executor.model_config.eos_ids,
         policy=engine.scheduling_policy,
         enable_prefix_caching=engine.enable_prefix_caching,
+        gap_ns={
+            "interactive": round(1e6 * engine.interactive_gap_ms),
+            "background": round(1e6 * engine.background_gap_ms),
+        },
     )
     grammar = None
     if executor.model_config.eos_ids and executor.masks.readable:

@@ -10,18 +10,20 @@ from gpu_runner.schedule.buckets import bucket_for
 from gpu_runner.schedule.plan import NO_SCORE_ROWS, NO_SCORES, Int32, StartRows, StepPlan
 from gpu_runner.schedule.running import DecodeRows
 from gpu_runner.schedule.slots import Slots
+from gpu_runner.schedule.step_room import StepRoom
 
 
 class PlanDraft:
     """The decisions of one `Scheduler.plan()`. Arrays handed to it belong to the plan from then on."""
 
-    __slots__ = ("decode", "decode_start", "page_id", "page_index", "page_slot", "prefill", "scores", "started")
+    __slots__ = ("decode", "decode_start", "page_id", "page_index", "page_slot", "prefill", "room", "scores", "started")
 
     def __init__(self, decode: DecodeRows, decode_start: Int32) -> None:
         self.decode = decode
         self.decode_start = decode_start  # [R], positions of the decode rows' tokens
         self.started: list[int] = []
         self.prefill: list[tuple[int, int]] = []  # (slot, chunk length)
+        self.room: StepRoom | None = None  # for chunks; None while none was placed
         self.scores: list[tuple[int, int, int]] = []  # (index in `prefill`, first position, how many), ascending
         self.page_slot: list[Int32] = []
         self.page_index: list[Int32] = []

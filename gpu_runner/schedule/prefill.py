@@ -12,10 +12,12 @@ from gpu_runner.schedule.plan_builder import PlanDraft
 from gpu_runner.schedule.prefill_marks import PrefillMarks
 from gpu_runner.schedule.rows import Rows
 from gpu_runner.schedule.running import Running
+from gpu_runner.schedule.step_room import StepRooms
 
 
 class Prefill:
-    """Cuts prompts where a step's token budget ends, and where it would score more tokens than it has room for."""
+    """Cuts prompts where a step's token budget ends, where it would take too long for the rows that decode in it, and
+    where it would score more tokens than it has room for."""
 
     def __init__(
         self,
@@ -23,6 +25,7 @@ class Prefill:
         running: Running,
         masked_rows: MaskedRows,
         *,
+        rooms: StepRooms,
         marks: PrefillMarks,
         counters: Counters,
         max_scores: int,
@@ -33,6 +36,7 @@ class Prefill:
         self._slots = rows.slots
         self._running = running
         self._masked_rows = masked_rows
+        self._rooms = rooms
         self._marks = marks
         self._counters = counters
         self._max_scores = max_scores
@@ -43,18 +47,25 @@ class Prefill:
         for slot in self._running.prefill:
             if budget == 0:
                 break
-            budget -= self.place(slot, budget, draft)
+            budget = self.place(slot, budget, draft)
         return budget
 
     def place(self, slot: int, budget: int, draft: PlanDraft) -> int:
         """Compute the row's next tokens in this step and make their full pages shareable at once. A plan tells the
-        device of a row with its first tokens. Returns how many tokens there are in this step."""
+        device of a row with its first tokens. Returns what is left of `budget`: nothing once a longer step would keep
+        the decoding rows waiting."""
         slots = self._slots
         length = min(int(slots.known[slot] - slots.computed[slot]), budget, self._scorable(slot, draft))
         if slots.computed[slot] + length == slots.known[slot] and self._masked_rows.lacks_mask(slot):
             length -= 1  # after the last one it would sample
         if not length:
-            return 0
+            return budget
+        if draft.room is None:
+            draft.room = self._rooms.beside(draft.decode)
+        wanted, length = length, draft.room.take(int(slots.computed[slot]), length)
+        budget = 0 if length < wanted else budget - length
+        if not length:
+            return budget
         if not slots.announced[slot]:
             slots.announced[slot] = True
             draft.started.append(slot)
@@ -70,7 +81,7 @@ class Prefill:
         self._counters.prefill_tokens += length
         if not slots.score_end[slot]:  # what that row computes may be in the tree already, which it would hold as well
             self._rows.share(slot)
-        return length
+        return budget
 
     def _scorable(self, slot: int, draft: PlanDraft) -> int:
         """How far the row's chunk may reach for the step to score no more than `max_scores` tokens."""

@@ -24,8 +24,8 @@ class DecodeRows:
     """
 
     __slots__ = (
-        *("_slots", "_tokens", "any_constrained", "gen", "index", "length", "limit", "samples", "slot", "start"),
-        "steps_before_last",
+        *("_slots", "_tokens", "any_constrained", "any_interactive", "gen", "index", "length", "limit", "samples"),
+        *("slot", "start", "steps_before_last"),
     )
 
     def __init__(self, slots: Slots, slot: Int32) -> None:
@@ -40,6 +40,7 @@ class DecodeRows:
         self.length: Int32 = np.ones(len(slot), np.int32)  # [R], tokens of each row in a step
         self.samples: Bool = np.ones(len(slot), np.bool_)  # [R]
         self.any_constrained = bool(slots.constrained[self.index].any())
+        self.any_interactive = bool(slots.interactive[self.index].any())
         self.start: Int32 = slots.computed[self.index]  # [R], positions of the next step's tokens
         left = (self.limit - self.start).min(initial=np.iinfo(np.int32).max)
         self.steps_before_last = int(left) - 2  # steps until one in which a row samples its last token
@@ -118,6 +119,10 @@ class Running:
     @property
     def num_held(self) -> int:
         return len(self._held)
+
+    @property
+    def holds_interactive(self) -> bool:
+        return bool(self._held) and bool(self._slots.interactive[list(self._held)].any())
 
     @property
     def decode(self) -> DecodeRows:

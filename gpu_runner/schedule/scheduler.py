@@ -20,12 +20,12 @@ All per-step work is numpy over rows. Python loops touch only rows that start, e
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncengine.config import PAGE_SIZE, SchedulingPolicy
+from asyncengine.config import PAGE_SIZE, SchedulingPolicy, ServiceClass
 from asyncengine.sampling import MAX_N, SamplingParams
 from asyncengine.terms import DEFAULT_TERMS, Terms
 from asyncengine.wire.base import Finish
@@ -45,6 +45,8 @@ from gpu_runner.schedule.rows import Rows
 from gpu_runner.schedule.running import DecodeRows, Running
 from gpu_runner.schedule.slots import State
 from gpu_runner.schedule.step_output import StepOutput, aborted_rows
+from gpu_runner.schedule.step_room import StepRooms
+from gpu_runner.schedule.step_time import StepTime
 
 RUNS = int(Finish.NONE)  # numpy takes microseconds to compare with a member of an enumeration
 FROM_THE_BEGINNING = tuple(Resume(choice, b"", 0) for choice in range(MAX_N))
@@ -64,9 +66,11 @@ class Scheduler:
         eos_ids: tuple[int, ...] = (),
         policy: SchedulingPolicy = "fcfs",
         enable_prefix_caching: bool = True,
+        gap_ns: Mapping[ServiceClass, int] | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """clock: in ns; of requests that come, start, prefill and have their first token, never of a decoding step."""
+        """gap_ns: the longest that prompts may make a step while rows of a class decode in it; None = any length.
+        clock: in ns; of requests that come, start, prefill and have their first token, never of a decoding step."""
         self.rows = Rows(
             num_slots=num_slots_for(max_num_seqs),
             max_model_len=max_model_len,
@@ -80,15 +84,18 @@ class Scheduler:
         self._clock = clock
         self._max_num_seqs = max_num_seqs
         self._budget = max_num_batched_tokens
-        self._builder = PlanBuilder(self.slots, buckets=token_buckets(max_num_batched_tokens), eos_ids=eos_ids)
+        buckets = token_buckets(max_num_batched_tokens)
+        self._builder = PlanBuilder(self.slots, buckets=buckets, eos_ids=eos_ids)
         self._running = Running(self.slots)
         self.masked_rows = MaskedRows(self.slots, self._running)
         self.prompt_scores = PromptScores(self.slots)
+        self.step_time = StepTime(buckets)
         self._marks = PrefillMarks(self.slots.num_slots)
         self._prefill = Prefill(
             self.rows,
             self._running,
             self.masked_rows,
+            rooms=StepRooms(self.step_time, buckets, self._running, gap_ns or {}),
             marks=self._marks,
             counters=self.counters,
             max_scores=max_num_seqs,
@@ -208,6 +215,7 @@ class Scheduler:
         """Take in the results of the oldest step in flight; rows that left meanwhile are dropped by generation."""
         slots = self.slots
         self.rows.pool.complete(plan.step)
+        self.step_time.ended(plan, result)
         rows, gens, tokens, finish = plan.row_slot, plan.row_gen, result.tokens, result.finish
         if result.scores is not None:
             self.prompt_scores.add(plan, result.scores)
@@ -312,7 +320,7 @@ class Scheduler:
                 request = self._filler(request)
                 if request is None or not self._start(request):
                     return
-            budget -= self._prefill.place(request.slot, budget, draft)
+            budget = self._prefill.place(request.slot, budget, draft)
 
     def _filler(self, head: Request) -> Request | None:
         """A shorter request to use pages that are too few for `head`. With policy priority rows make room instead."""
@@ -414,6 +422,7 @@ class Scheduler:
             "prefix_hit_tokens": counters.prefix_hit_tokens,
             "finished": counters.finished,
             "aborted": counters.aborted,
+            "step_time_error_permille": round(1000 * self.step_time.error),
         }
 
     def check_integrity(self) -> None:

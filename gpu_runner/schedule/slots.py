@@ -59,6 +59,7 @@ class Slots:
         self.constrained = np.zeros(num_slots, np.bool_)  # its text has a structure
         self.mask_ready = np.zeros(num_slots, np.bool_)  # of a constrained row: the mask of its next token is there
         self.priority: Int32 = np.zeros(num_slots, np.int32)
+        self.interactive = np.zeros(num_slots, np.bool_)  # the request's service class
         self.admitted = np.zeros(num_slots, np.int64)  # order of (re-)admission
         self.last_step = np.zeros(num_slots, np.int64)  # the latest step that holds the row
         # Virtual memory until used: a row costs what it holds, not max_model_len.
@@ -85,6 +86,7 @@ class Slots:
         self.tokens[slot, : len(request.tokens)] = request.tokens
         self.limit[slot] = request.limit
         self.priority[slot] = request.priority
+        self.interactive[slot] = request.terms.service_class == "interactive"
         self.cached_tokens[slot] = 0
         self.score_end[slot] = request.prompt_len - 1 if request.scores_prompt else 0
         self.scored[slot] = 0

@@ -40,12 +40,13 @@ class ReplicaConfig(NamedTuple):
     max_num_batched_tokens: int = 2048
     policy: SchedulingPolicy = "fcfs"
     prefix_caching: bool = True
+    interactive_gap_ms: float = 50.0
+    background_gap_ms: float = 500.0
 
 
 class _Step(NamedTuple):
     plan: StepPlan
     result: StepResult
-    end_ns: int
 
 
 class Replica:
@@ -65,6 +66,10 @@ class Replica:
             max_num_batched_tokens=config.max_num_batched_tokens,
             policy=config.policy,
             enable_prefix_caching=config.prefix_caching,
+            gap_ns={
+                "interactive": round(1e6 * config.interactive_gap_ms),
+                "background": round(1e6 * config.background_gap_ms),
+            },
             clock=lambda: self.now_ns,
         )
         num_slots = num_slots_for(config.max_num_seqs)
@@ -113,13 +118,14 @@ class Replica:
         if plan is not None and len(self._in_flight) < STEPS_IN_FLIGHT:
             return []
         step = self._in_flight.popleft()
-        self.now_ns = max(self.now_ns, step.end_ns)
+        self.now_ns = max(self.now_ns, step.result.device_end_ns)
         return self._take(self.scheduler.commit(step.plan, step.result))
 
     def _launch(self, plan: StepPlan) -> None:
         self.now_ns += self._model.host_ns(plan.num_rows)
         took_ns = self._model.step_ns(plan)
-        self._device_free_ns = max(self._device_free_ns, self.now_ns) + took_ns
+        begin_ns = max(self._device_free_ns, self.now_ns)
+        self._device_free_ns = begin_ns + took_ns
         self.busy_ns += took_ns
         self.steps += 1
         if len(plan.start):
@@ -130,8 +136,10 @@ class Replica:
             step=plan.step,
             tokens=np.where(plan.row_samples, token, _NO_TOKEN),
             finish=np.where(ends, _LENGTH, _GOES_ON),
+            device_begin_ns=begin_ns,
+            device_end_ns=self._device_free_ns,
         )
-        self._in_flight.append(_Step(plan, result, self._device_free_ns))
+        self._in_flight.append(_Step(plan, result))
 
     def _take(self, output: StepOutput) -> list[int]:
         slots, now = output.slots, self.now_ns

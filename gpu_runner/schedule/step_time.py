@@ -1,0 +1,204 @@
+"""What a step takes on the device, learned from the steps that it has run.
+
+    time = base(bucket) + context x ns per token + pairs x ns per pair
+
+context: cached tokens that decode rows attend to. pairs: of a prefill token and a token that it attends to, which is
+what makes a chunk far into a prompt dearer than one at its beginning. Steps with and without prefill run on different
+kernels, so each kind has bases of its own.
+
+A bucket remembers what its own steps were like on average (time, context, pairs), and forgets only by newer ones: hours
+of decoding leave what is known of prefill as it was. The two slopes come of how a step differs from the average of its
+bucket, so that no bucket's base can pass for a slope; each is a Kalman filter of one value, which learns from a step as
+much as the step tells: a lot of one that attends to much more or less than usual, nothing of one that does not.
+
+A step that took much longer or shorter than all of that explains says nothing (a suspended process), unless a few in a
+row do: then the device has changed its speed, and everything known of that kind of step is scaled at once.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+from gpu_runner.schedule.buckets import bucket_for
+from gpu_runner.schedule.plan import StepPlan, StepResult
+
+DECODE_SAMPLE = 16
+"""Of so many steps without prefill one is learned from."""
+_MEMORY = 16  # steps, of a bucket's average
+_FAMILIAR = 4  # steps after which a bucket's average is believed
+_NOISE = 0.05  # of a step's time, relative
+_DRIFT = 0.02  # of a slope from one step to the next, relative
+_SURPRISE = 0.5  # of what was expected; more is none of the device's usual variation
+_NEWS = 3  # surprises in a row, all longer or all shorter
+_MAX_SCALE = 4.0
+_ERROR_MEMORY = 32  # steps
+
+
+def attended_pairs(position: int, tokens: int) -> int:
+    """Of `tokens` behind `position` others, each of which attends to itself and all before it."""
+    return tokens * position + tokens * (tokens + 1) // 2
+
+
+class StepTime:
+    """Times in ns. Before it has seen a step all times are 0; with a device that has no clock it stays so."""
+
+    def __init__(self, buckets: tuple[int, ...]) -> None:
+        """buckets: of a step's tokens, ascending."""
+        self._buckets = buckets
+        self._decode = _Kind()
+        self._mixed = _Kind()  # steps with prefill
+        self._seen: list[int] = []  # buckets of either kind, ascending
+        self._last_end = 0
+        self.error = 0.0
+        """How far recent predictions of steps with prefill were off, relative, on average."""
+
+    def ended(self, plan: StepPlan, result: StepResult) -> None:
+        """The next step in order is done. It took what lies between its end and that of the step before, or its begin
+        if that was later: the gap that a stream sees."""
+        end = result.device_end_ns
+        took = end - max(result.device_begin_ns, self._last_end)
+        self._last_end = end
+        decodes = plan.num_decode_rows
+        prefills = len(plan.row_slot) > decodes
+        if not prefills and plan.step % DECODE_SAMPLE and self._decode.is_familiar(plan.bucket):
+            return
+        if took <= 0:
+            return
+        context = int(plan.row_start[:decodes].sum()) + decodes
+        pairs = 0
+        if prefills:
+            chunks = zip(plan.row_start[decodes:].tolist(), plan.row_len[decodes:].tolist(), strict=True)
+            pairs = sum(attended_pairs(start, length) for start, length in chunks)
+        self.learn(took, plan.bucket, context, pairs)
+
+    def learn(self, took: float, bucket: int, context: int, pairs: int) -> None:
+        """A step of `bucket` tokens took so long."""
+        kind = self._mixed if pairs else self._decode
+        expected = self.step_ns(bucket, context, pairs)
+        if pairs and expected:
+            off = min(abs(took - expected) / took, 1.0)
+            self.error += (off - self.error) / _ERROR_MEMORY
+        mean = kind.means.get(bucket)
+        if mean is None:
+            kind.means[bucket] = _Mean(took, context, pairs)
+            if bucket not in self._seen:
+                insort(self._seen, bucket)
+            return
+        error = took - expected
+        differs = pairs - mean.pairs if pairs else context - mean.context
+        doubt = kind.slope.doubt * abs(differs)
+        if pairs:
+            doubt += self._decode.slope.doubt * abs(context - mean.context)
+        if mean.count >= _FAMILIAR and abs(error) > _SURPRISE * min(expected, took) + 3.0 * doubt:
+            kind.surprise(took / expected if expected else _MAX_SCALE)
+            return
+        kind.surprises = 0
+        kind.slope.learn(error, differs, took, pairs or context)
+        mean.add(took, context, pairs)
+
+    def step_ns(self, bucket: int, context: int, pairs: int) -> float:
+        """What a step of `bucket` tokens, padding included, would take; `pairs` is 0 if none of them are prefill."""
+        base = self._base(bucket, bool(pairs))
+        return base + self._decode.slope.value * context + self._mixed.slope.value * pairs
+
+    def prefill_ns(self, tokens: int, context: int) -> float:
+        """What it would take to prefill `tokens` behind `context` others, in steps of nothing else."""
+        largest = self._buckets[-1]
+        full, rest = divmod(tokens, largest)
+        base = full * self._base(largest, True)
+        if rest:
+            base += self._base(bucket_for(self._buckets, rest), True)
+        return base + self._mixed.slope.value * attended_pairs(context, tokens)
+
+    def _base(self, bucket: int, prefills: bool) -> float:
+        """Of a bucket that was never seen: between its neighbours; beyond the largest it grows with the tokens, which
+        is the worst that there is; below the smallest it is no less."""
+        seen = self._seen
+        place = bisect_left(seen, bucket)
+        if place < len(seen) and (place == 0 or seen[place] == bucket):
+            return self._seen_base(seen[place], prefills)
+        if place == 0:
+            return 0.0
+        low = seen[place - 1]
+        base = self._seen_base(low, prefills)
+        if place == len(seen):
+            return base * bucket / low
+        high = seen[place]
+        return base + (self._seen_base(high, prefills) - base) * (bucket - low) / (high - low)
+
+    def _seen_base(self, bucket: int, prefills: bool) -> float:
+        """Of the other kind, where no step of this one has been seen: that is nearer than anything else."""
+        first, other = (self._mixed, self._decode) if prefills else (self._decode, self._mixed)
+        mean = first.means.get(bucket) or other.means[bucket]
+        context_ns = self._decode.slope.value * mean.context
+        return max(0.0, mean.took - context_ns - self._mixed.slope.value * mean.pairs)
+
+
+class _Mean:
+    """Of one bucket's steps, the newest counting most. Never fewer than one step."""
+
+    __slots__ = ("context", "count", "pairs", "took")
+
+    def __init__(self, took: float, context: float, pairs: float) -> None:
+        self.count = 1
+        self.took = took
+        self.context = context
+        self.pairs = pairs
+
+    def add(self, took: float, context: float, pairs: float) -> None:
+        self.count = min(self.count + 1, _MEMORY)
+        self.took += (took - self.took) / self.count
+        self.context += (context - self.context) / self.count
+        self.pairs += (pairs - self.pairs) / self.count
+
+
+class _Slope:
+    """ns per token or pair, never negative; doubt: its standard deviation, 0 until it is first asked about."""
+
+    __slots__ = ("doubt", "value")
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self.doubt = 0.0
+
+    def learn(self, error: float, differs: float, took: float, amount: float) -> None:
+        """A step with `amount`, which is `differs` more than its bucket's average, took `error` longer than expected
+        and `took` in all."""
+        if not differs:
+            return
+        most = took / amount  # if all of its time came of it
+        variance = self.doubt * self.doubt or most * most
+        noise = _NOISE * took
+        gain = variance * differs / (variance * differs * differs + noise * noise)
+        self.value = min(max(self.value + gain * error, 0.0), most)
+        drift = _DRIFT * self.value
+        self.doubt = max((1.0 - gain * differs) * variance, 0.0) ** 0.5 + drift
+
+
+class _Kind:
+    """What is known of the steps with prefill, or of those without. surprises: in a row, negative if shorter."""
+
+    def __init__(self) -> None:
+        self.means: dict[int, _Mean] = {}  # by bucket
+        self.slope = _Slope()
+        self.surprises = 0
+
+    def is_familiar(self, bucket: int) -> bool:
+        mean = self.means.get(bucket)
+        return mean is not None and mean.count >= _FAMILIAR and not self.surprises
+
+    def surprise(self, ratio: float) -> None:
+        """A step took `ratio` of what was expected, which nothing explains."""
+        if ratio > 1.0:
+            self.surprises = max(self.surprises, 0) + 1
+        else:
+            self.surprises = min(self.surprises, 0) - 1
+        if abs(self.surprises) < _NEWS:
+            return
+        self.surprises = 0
+        ratio = min(max(ratio, 1.0 / _MAX_SCALE), _MAX_SCALE)
+        self.slope.value *= ratio
+        self.slope.doubt = max(self.slope.doubt * ratio, 0.25 * self.slope.value)
+        for mean in self.means.values():
+            mean.took *= ratio
+            mean.count = 1  # whatever was scaled wrongly is soon forgotten
