@@ -8,15 +8,16 @@ kernels, so each kind has bases of its own.
 
 A bucket remembers what its own steps were like on average (time, context, pairs), and forgets only by newer ones: hours
 of decoding leave what is known of prefill as it was. The two slopes come of how a step differs from the average of its
-bucket, so that no bucket's base can pass for a slope; each is a Kalman filter of one value, which learns from a step as
-much as the step tells: a lot of one that attends to much more or less than usual, nothing of one that does not.
+bucket, so that no bucket's base can pass for a slope. A Kalman filter learns them from each step as much as it tells: a
+lot of one that attends to much more or less than usual, nothing of one that does not.
 
 A step that took much longer or shorter than all of that explains says nothing (a suspended process), unless a few in a
-row do: then the device has changed its speed, and everything known of that kind of step is scaled at once.
+row do: then the device has changed its speed, and everything that is known of it is scaled at once.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 
 from gpu_runner.schedule.buckets import bucket_for
@@ -31,6 +32,7 @@ _DRIFT = 0.02  # of a slope from one step to the next, relative
 _SURPRISE = 0.5  # of what was expected; more is none of the device's usual variation
 _NEWS = 3  # surprises in a row, all longer or all shorter
 _MAX_SCALE = 4.0
+_SCALE_DOUBT = 0.25  # of the slopes, relative, once they were scaled
 _ERROR_MEMORY = 32  # steps
 
 
@@ -47,6 +49,7 @@ class StepTime:
         self._buckets = buckets
         self._decode = _Kind()
         self._mixed = _Kind()  # steps with prefill
+        self._slopes = _Slopes()
         self._seen: list[int] = []  # buckets of either kind, ascending
         self._last_end = 0
         self.error = 0.0
@@ -85,21 +88,23 @@ class StepTime:
                 insort(self._seen, bucket)
             return
         error = took - expected
-        differs = pairs - mean.pairs if pairs else context - mean.context
-        doubt = kind.slope.doubt * abs(differs)
-        if pairs:
-            doubt += self._decode.slope.doubt * abs(context - mean.context)
-        if mean.count >= _FAMILIAR and abs(error) > _SURPRISE * min(expected, took) + 3.0 * doubt:
-            kind.surprise(took / expected if expected else _MAX_SCALE)
+        doubt = self._slopes.doubt(context - mean.context, pairs - mean.pairs)
+        surprising = abs(error) > max(_SURPRISE * min(expected, took), 3.0 * doubt)
+        if surprising and mean.count >= _FAMILIAR:
+            if kind.is_news(longer=error > 0.0):
+                ratio = min(max(took / max(expected, 1.0), 1.0 / _MAX_SCALE), _MAX_SCALE)
+                for known in (self._slopes, self._decode, self._mixed):
+                    known.scale(ratio)
             return
-        kind.surprises = 0
-        kind.slope.learn(error, differs, took, pairs or context)
+        if not surprising:
+            kind.surprises = 0
+        self._slopes.learn(error, took, mean, context, pairs)
         mean.add(took, context, pairs)
 
     def step_ns(self, bucket: int, context: int, pairs: int) -> float:
         """What a step of `bucket` tokens, padding included, would take; `pairs` is 0 if none of them are prefill."""
-        base = self._base(bucket, bool(pairs))
-        return base + self._decode.slope.value * context + self._mixed.slope.value * pairs
+        slopes = self._slopes
+        return self._base(bucket, bool(pairs)) + slopes.context * context + slopes.pairs * pairs
 
     def prefill_ns(self, tokens: int, context: int) -> float:
         """What it would take to prefill `tokens` behind `context` others, in steps of nothing else."""
@@ -108,7 +113,7 @@ class StepTime:
         base = full * self._base(largest, True)
         if rest:
             base += self._base(bucket_for(self._buckets, rest), True)
-        return base + self._mixed.slope.value * attended_pairs(context, tokens)
+        return base + self._slopes.pairs * attended_pairs(context, tokens)
 
     def _base(self, bucket: int, prefills: bool) -> float:
         """Of a bucket that was never seen: between its neighbours; beyond the largest it grows with the tokens, which
@@ -130,8 +135,8 @@ class StepTime:
         """Of the other kind, where no step of this one has been seen: that is nearer than anything else."""
         first, other = (self._mixed, self._decode) if prefills else (self._decode, self._mixed)
         mean = first.means.get(bucket) or other.means[bucket]
-        context_ns = self._decode.slope.value * mean.context
-        return max(0.0, mean.took - context_ns - self._mixed.slope.value * mean.pairs)
+        slopes = self._slopes
+        return max(0.0, mean.took - slopes.context * mean.context - slopes.pairs * mean.pairs)
 
 
 class _Mean:
@@ -152,27 +157,45 @@ class _Mean:
         self.pairs += (pairs - self.pairs) / self.count
 
 
-class _Slope:
-    """ns per token or pair, never negative; doubt: its standard deviation, 0 until it is first asked about."""
-
-    __slots__ = ("doubt", "value")
+class _Slopes:
+    """ns per token of context and per pair, neither negative, and how sure that is: a Kalman filter of two values."""
 
     def __init__(self) -> None:
-        self.value = 0.0
-        self.doubt = 0.0
+        self.context = 0.0
+        self.pairs = 0.0
+        # variances and covariance; 0 until the first step that says something
+        self._vc = self._vp = self._cov = 0.0
 
-    def learn(self, error: float, differs: float, took: float, amount: float) -> None:
-        """A step with `amount`, which is `differs` more than its bucket's average, took `error` longer than expected
-        and `took` in all."""
-        if not differs:
-            return
-        most = took / amount  # if all of its time came of it
-        variance = self.doubt * self.doubt or most * most
-        noise = _NOISE * took
-        gain = variance * differs / (variance * differs * differs + noise * noise)
-        self.value = min(max(self.value + gain * error, 0.0), most)
-        drift = _DRIFT * self.value
-        self.doubt = max((1.0 - gain * differs) * variance, 0.0) ** 0.5 + drift
+    def doubt(self, context: float, pairs: float) -> float:
+        """Standard deviation of the time, in ns, that is said to come of so much more context and so many more pairs."""
+        vc, vp, cov = self._vc, self._vp, self._cov
+        return max(vc * context * context + 2.0 * cov * context * pairs + vp * pairs * pairs, 0.0) ** 0.5
+
+    def learn(self, error: float, took: float, mean: _Mean, context: float, pairs: float) -> None:
+        """A step took `error` more than was expected, and `took` in all; mean: of its bucket."""
+        most_c = took / context if context else math.inf  # if all of its time came of it
+        most_p = took / pairs if pairs else math.inf
+        c, p = context - mean.context, pairs - mean.pairs
+        if c and not self._vc:
+            self._vc = most_c * most_c
+        if p and not self._vp:
+            self._vp = most_p * most_p
+        hc, hp = self._vc * c + self._cov * p, self._cov * c + self._vp * p
+        # what is far off may well not come of the slopes
+        noise = _NOISE * took + 0.5 * abs(error)
+        total = c * hc + p * hp + noise * noise
+        self.context = min(max(self.context + error * hc / total, 0.0), most_c)
+        self.pairs = min(max(self.pairs + error * hp / total, 0.0), most_p)
+        self._vc = max(self._vc - hc * hc / total, 0.0) + (_DRIFT * self.context) ** 2
+        self._vp = max(self._vp - hp * hp / total, 0.0) + (_DRIFT * self.pairs) ** 2
+        self._cov -= hc * hp / total
+
+    def scale(self, ratio: float) -> None:
+        self.context *= ratio
+        self.pairs *= ratio
+        self._vc = self._vc * ratio * ratio + (_SCALE_DOUBT * self.context) ** 2
+        self._vp = self._vp * ratio * ratio + (_SCALE_DOUBT * self.pairs) ** 2
+        self._cov *= ratio * ratio
 
 
 class _Kind:
@@ -180,25 +203,19 @@ class _Kind:
 
     def __init__(self) -> None:
         self.means: dict[int, _Mean] = {}  # by bucket
-        self.slope = _Slope()
         self.surprises = 0
 
     def is_familiar(self, bucket: int) -> bool:
         mean = self.means.get(bucket)
         return mean is not None and mean.count >= _FAMILIAR and not self.surprises
 
-    def surprise(self, ratio: float) -> None:
-        """A step took `ratio` of what was expected, which nothing explains."""
-        if ratio > 1.0:
-            self.surprises = max(self.surprises, 0) + 1
-        else:
-            self.surprises = min(self.surprises, 0) - 1
-        if abs(self.surprises) < _NEWS:
-            return
+    def is_news(self, *, longer: bool) -> bool:
+        """Whether this surprise, a step that was longer or shorter than all that is known explains, is one too many."""
+        self.surprises = max(self.surprises, 0) + 1 if longer else min(self.surprises, 0) - 1
+        return abs(self.surprises) == _NEWS
+
+    def scale(self, ratio: float) -> None:
         self.surprises = 0
-        ratio = min(max(ratio, 1.0 / _MAX_SCALE), _MAX_SCALE)
-        self.slope.value *= ratio
-        self.slope.doubt = max(self.slope.doubt * ratio, 0.25 * self.slope.value)
         for mean in self.means.values():
             mean.took *= ratio
             mean.count = 1  # whatever was scaled wrongly is soon forgotten
