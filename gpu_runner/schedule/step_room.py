@@ -15,7 +15,7 @@ PREFILL_SHARE = 1 / 3
 """Of a step's time, to which prefill is entitled even though the step then takes longer than the target: a device
 whose steps are slow by themselves would else hardly admit anybody, and keep no target for that."""
 LEAST_TOKENS = 16
-"""A step with prefill has so many tokens of it, whatever they take."""
+"""A step with prefill has so many tokens of it where fewer would not be in time either."""
 _MAX_MARGIN = 0.2
 
 
