@@ -13,7 +13,8 @@ from gpu_runner.schedule.step_time import StepTime, attended_pairs
 
 PREFILL_SHARE = 1 / 3
 """Of a step's time, to which prefill is entitled even though the step then takes longer than the target: a device
-whose steps are slow by themselves would else hardly admit anybody, and keep no target for that."""
+whose steps are slow by themselves would else hardly admit anybody. It is up to twice as much the further decoding alone
+misses the target, which nothing keeps then."""
 LEAST_TOKENS = 16
 """A step with prefill has so many tokens of it where fewer would not be in time either."""
 _MAX_MARGIN = 0.2
@@ -92,5 +93,6 @@ class StepRooms:
         limit_ns = gap_ns * (1.0 - min(self._step_time.error, _MAX_MARGIN))
         if tokens:
             alone_ns = self._step_time.step_ns(bucket_for(self._buckets, tokens), context, 0)
-            limit_ns = max(limit_ns, alone_ns / (1.0 - PREFILL_SHARE))
+            late_ns = max(0.0, alone_ns - gap_ns)
+            limit_ns = max(limit_ns, (alone_ns + late_ns) / (1.0 - PREFILL_SHARE))
         return StepRoom(self._step_time, self._buckets, limit_ns=limit_ns, tokens=tokens, context=context)

@@ -146,8 +146,16 @@ def test_a_device_whose_steps_are_slow_by_themselves_prefills_all_the_same() -> 
     steps = Steps(base_ns=90 * MS).decoding(8)
     steps.add(4000)
     plan = steps.step()
-    # decoding alone takes 90.8 ms; a third of the step is for prefill, so that it may take 136
-    assert (plan.bucket, chunks(plan)) == (448, [440])
+    # decoding alone takes 90.8 ms, 40.8 more than the target: a step may take half as much again as their sum, 197
+    assert (plan.bucket, chunks(plan)) == (896, [888])
+
+
+def test_a_device_that_could_just_keep_the_target_by_decoding_alone_leaves_a_third_of_a_step_to_prefill() -> None:
+    steps = Steps(base_ns=40 * MS).decoding(8)
+    steps.add(4000)
+    plan = steps.step()
+    # 40.8 ms alone, so that a step may take 61.2; 224 tokens would take 62.6
+    assert (plan.bucket, chunks(plan)) == (192, [184])
 
 
 def test_where_not_even_a_few_tokens_are_in_time_a_step_has_them_all_the_same() -> None:
