@@ -167,9 +167,10 @@ class _Slopes:
         self._vc = self._vp = self._cov = 0.0
 
     def doubt(self, context: float, pairs: float) -> float:
-        """Standard deviation of the time, in ns, that is said to come of so much more context and so many more pairs."""
+        """Standard deviation, in ns, of the time that is said to come of so much more context and so many pairs."""
         vc, vp, cov = self._vc, self._vp, self._cov
-        return max(vc * context * context + 2.0 * cov * context * pairs + vp * pairs * pairs, 0.0) ** 0.5
+        variance = vc * context * context + 2.0 * cov * context * pairs + vp * pairs * pairs
+        return math.sqrt(max(variance, 0.0))
 
     def learn(self, error: float, took: float, mean: _Mean, context: float, pairs: float) -> None:
         """A step took `error` more than was expected, and `took` in all; mean: of its bucket."""

@@ -173,14 +173,27 @@ def test_a_step_takes_from_the_end_of_the_one_before_or_from_its_begin_if_that_i
     assert times.step_ns(1, 100, 0) == 3 * MS
 
 
+class Watched(StepTime):
+    """Keeps what it learns from."""
+
+    def __init__(self) -> None:
+        super().__init__(BUCKETS)
+        self.learned: list[float] = []
+
+    def learn(self, took: float, bucket: int, context: int, pairs: int) -> None:
+        self.learned.append(took / MS)
+        super().learn(took, bucket, context, pairs)
+
+
 def test_steps_that_only_decode_are_looked_at_now_and_then_once_they_are_familiar() -> None:
-    times, seen = StepTime(BUCKETS), []
-    times.learn, learn = lambda *step: (seen.append(end), learn(*step))[0], times.learn  # type: ignore[method-assign]
+    times = Watched()
     for end in range(1, 3 * DECODE_SAMPLE + 1):
-        times.ended(plan_of(end), result_of(end, 0, end))
-    assert seen == [1, 2, 3, 4, DECODE_SAMPLE, 2 * DECODE_SAMPLE, 3 * DECODE_SAMPLE]
-    times.ended(plan_of(99, chunk=8), result_of(99, 0, 99))
-    assert seen[-1] == end
+        took = 10 + end / 64  # which tells the steps apart
+        times.ended(plan_of(end), result_of(end, 20 * end, 20 * end + took))
+    steps = [1, 2, 3, 4, DECODE_SAMPLE, 2 * DECODE_SAMPLE, 3 * DECODE_SAMPLE]
+    assert times.learned == [10 + step / 64 for step in steps]
+    times.ended(plan_of(99, chunk=8), result_of(99, 2000, 2011))
+    assert times.learned[-1] == 11
 
 
 def test_a_device_without_a_clock_teaches_nothing() -> None:
