@@ -33,6 +33,8 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
         eos_ids=executor.model_config.eos_ids,
         policy=engine.scheduling_policy,
         enable_prefix_caching=engine.enable_prefix_caching,
+        host_pages=executor.host_pages,
+        page_load_ns=executor.page_load_ns,
     )
     grammar = None
     if executor.model_config.eos_ids and executor.masks.readable:
