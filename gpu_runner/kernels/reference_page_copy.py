@@ -1,4 +1,4 @@
-"""Copies of KV pages between a device and host memory: how pages lie on both sides, and the copies in plain torch."""
+"""Copies of KV pages between a device and host memory: how pages lie on both sides, and the copies on a CPU."""
 
 from __future__ import annotations
 
@@ -78,11 +78,14 @@ def words_for(most: int) -> int:
 
 
 def copy_pages(memory: PageMemory, ids: PageIds) -> None:
-    """Store pages in host memory, and load others from there."""
+    """Store pages in host memory, and load others from there. All on a CPU, by numpy, which takes one thread: beside it
+    a step computes with all cores, and threads that wait for one another would wait for that."""
+    kv, token_ids = memory.kv.numpy(), memory.token_ids.numpy()
+    host_kv, host_token_ids = memory.host_kv.numpy(), memory.host_token_ids.numpy()
     stores, loads = ids.counts.tolist()
-    device, host = ids.pages[0, :, :stores].to(torch.int64)
-    memory.host_kv[host] = memory.kv[:, device].transpose(0, 1)
-    memory.host_token_ids[host] = memory.token_ids[device]
-    device, host = ids.pages[1, :, :loads].to(torch.int64)
-    memory.kv[:, device] = memory.host_kv[host].transpose(0, 1)
-    memory.token_ids[device] = memory.host_token_ids[host]
+    page, host_page = ids.pages[0, :, :stores].numpy()
+    host_kv[host_page] = kv[:, page].swapaxes(0, 1)
+    host_token_ids[host_page] = token_ids[page]
+    page, host_page = ids.pages[1, :, :loads].numpy()
+    kv[:, page] = host_kv[host_page].swapaxes(0, 1)
+    token_ids[page] = host_token_ids[host_page]
