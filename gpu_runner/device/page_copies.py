@@ -70,7 +70,8 @@ class PageCopies:
         self._copy = copy
         self._most = pages_per_launch
         words, device = words_for(pages_per_launch), memory.kv.device
-        self._ids = PageIds.of(torch.zeros(words, dtype=torch.int32, device=device))
+        # not zeroed: that would be another stream's work, which nothing here would wait for
+        self._ids = PageIds.of(torch.empty(words, dtype=torch.int32, device=device))
         self._slots = [self._make_slot(words, pinned=device.type == "cuda") for _ in range(NUM_SLOTS)]
         self._launched = 0
         self._running: deque[tuple[_Slot, _Launch]] = deque()

@@ -18,6 +18,7 @@ from support.random_model import VOCAB_SIZE, write_config
 from asyncengine.config import PAGE_SIZE, Device, EngineConfig
 from asyncengine.errors import StartupError
 from asyncengine.sampling import SamplingParams
+from gpu_runner.device import host_memory
 from gpu_runner.device.build import build_executor
 from gpu_runner.device.executor import Executor
 from gpu_runner.device.host_memory import HostMemory, size_host_memory
@@ -162,6 +163,31 @@ def test_host_memory_is_whole_pages_and_no_more_than_there_is(tmp_path_factory: 
         pages(12, available=10 * 2**30)
     with pytest.raises(StartupError, match=f"1e-05 is less than one page of KV cache, which takes {page:,} bytes"):
         pages(0.00001)
+
+
+def test_host_memory_is_pinned_piece_by_piece_and_where_it_cannot_be_that_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pinned: list[tuple[int, int]] = []
+
+    def register(owner: object, address: int, size: int) -> bool:
+        pinned.append((address, size))
+        return len(pinned) < 5
+
+    monkeypatch.setattr(host_memory, "register", register)
+    monkeypatch.setattr(host_memory, "PIECE_BYTES", 8192)
+    reports: list[tuple[int, int]] = []
+    host = HostMemory(20_000, pinned=True, progress=lambda done, total: reports.append((done, total)))
+    begin = host.words.data_ptr()
+    assert pinned == [(begin, 8192), (begin + 8192, 8192), (begin + 16384, 20_000 - 16384)]
+    assert reports == [(done, 20_000) for done in (0, 8192, 16384, 20_000)]
+    assert len(host.words) == 5000
+    assert not host.words.any()
+    host.words[-1] = 7
+    with pytest.raises(StartupError, match=r"cannot be pinned for the GPU, only 0\.00 GiB could"):
+        HostMemory(20_000, pinned=True, progress=lambda done, total: None)
+    HostMemory(20_000, pinned=False, progress=lambda done, total: None)
+    assert len(pinned) == 5
 
 
 def test_more_host_memory_than_the_machine_has_is_refused_before_weights_are_read(
