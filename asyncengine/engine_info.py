@@ -39,6 +39,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     kv_cache_bytes: int
     memory: MemoryAccount = MemoryAccount()
+    num_host_pages: int = 0
     scheduling_policy: SchedulingPolicy = "fcfs"
     queue_timeout_seconds: float = DEFAULT_QUEUE_TIMEOUT_SECONDS
     request_timeout_seconds: float = DEFAULT_REQUEST_TIMEOUT_SECONDS

@@ -41,6 +41,14 @@ def report(info: EngineInfo) -> list[str]:
             f"{info.max_model_len:,}",
         )
     )
+    if info.num_host_pages:
+        lines.append(
+            _line(
+                "KV in host memory",
+                f"{info.num_host_pages:,} pages, {info.num_host_pages * PAGE_SIZE:,} tokens in "
+                f"{_gib(memory.host_kv_bytes)} GiB",
+            )
+        )
     return lines
 
 

@@ -37,6 +37,8 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
             "interactive": round(1e6 * engine.interactive_gap_ms),
             "background": round(1e6 * engine.background_gap_ms),
         },
+        host_pages=executor.host_pages,
+        page_load_ns=executor.page_load_ns,
     )
     grammar = None
     if executor.model_config.eos_ids and executor.masks.readable:

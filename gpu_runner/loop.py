@@ -8,7 +8,8 @@ Invariants
     4. Frames leave in step order; a frame is sent before the next step is planned.
     5. Rows within a structure run when their masks are there; others never wait for those, but for MASK_SECONDS at
        most, in which the device has a step to do.
-    6. When detokenizers are so far behind that frames pile up, no step is launched: tokens are never dropped.
+    6. Copies of KV pages to and from host memory are started and asked after, never waited for while a step can run.
+    7. When detokenizers are so far behind that frames pile up, no step is launched: tokens are never dropped.
 
 Host budget: all of a turn but waiting for the device under 150 us at any batch size, and at batch 512 under 1.5 times
 batch 1 (`scripts/bench_host.py` without a GPU, `scripts/bench_step.py` with one, `scripts/profile_host.py` of a running
@@ -31,11 +32,13 @@ from gpu_runner.inbox import Inbox
 from gpu_runner.outbox import Outbox
 from gpu_runner.schedule.plan import StepPlan, StepResult
 from gpu_runner.schedule.scheduler import Scheduler
+from gpu_runner.schedule.transfers import Transfers
 
 STEPS_IN_FLIGHT = 2
 _IDLE_MS = int(HEARTBEAT_SECONDS * 1000)
 _BACKLOG_POLL_MS = 1
 _MASK_MS = 1
+_COPY_MS = 1
 MASK_SECONDS = 200e-6
 """What a plan waits for masks that are being computed, while the device is busy with a step."""
 
@@ -43,11 +46,20 @@ MASK_SECONDS = 200e-6
 class Executor(Protocol):
     """What the loop needs of a device."""
 
+    host_pages: int
+    """Of host memory for KV; without, the last two are not called."""
+
     def launch(self, plan: StepPlan) -> None:
         """Start a step; returns without waiting for it."""
 
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight."""
+
+    def transfer(self, batch: Transfers) -> None:
+        """Start copies; returns without waiting for them."""
+
+    def transferred(self) -> int:
+        """The ticket of the last batch that is done; never waits."""
 
 
 class Loop:
@@ -70,6 +82,8 @@ class Loop:
         self._account = account
         self._grammar = grammar
         self._in_flight: deque[StepPlan] = deque()
+        self._has_host_pages = executor.host_pages > 0
+        self._copies_begun = self._copies_done = -1  # tickets
 
     def run(self) -> None:
         """Serve until the process is told to stop (SystemExit from the signal handler)."""
@@ -86,6 +100,8 @@ class Loop:
         self._inbox.drain()
         flowing = self._outbox.flush()
         enter(PLAN)
+        if self._copies_done != self._copies_begun:
+            self._hear_of_copies()
         if scheduler.masked_rows.num_held and self._in_flight and self._grammar is not None:
             self._grammar.await_masks(MASK_SECONDS)
         plan = scheduler.plan() if flowing else None
@@ -93,6 +109,8 @@ class Loop:
             enter(LAUNCH)
             self._executor.launch(plan)
             self._in_flight.append(plan)
+        if self._has_host_pages:
+            self._begin_copies()
         if self._grammar is not None:
             self._grammar.ask()
         if self._reporter.heartbeat_due():  # before the wait: what arrived shows without a step's delay
@@ -115,9 +133,23 @@ class Loop:
         if plan is None and not self._in_flight:
             self._idle(flowing)
 
+    def _begin_copies(self) -> None:
+        batch = self._scheduler.take_transfers()
+        if batch is not None:
+            self._executor.transfer(batch)
+            self._copies_begun = batch.ticket
+
+    def _hear_of_copies(self) -> None:
+        done = self._executor.transferred()
+        if done != self._copies_done:
+            self._copies_done = done
+            self._scheduler.transferred(done)
+
     def _idle(self, flowing: bool) -> None:
         if not flowing:
             self._inbox.wait(_BACKLOG_POLL_MS)
+        elif self._copies_done != self._copies_begun:
+            self._inbox.wait(_COPY_MS)
         elif not self._scheduler.has_work:
             self._account.rest(gc.collect)
             while not self._inbox.wait(_IDLE_MS):

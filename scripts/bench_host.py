@@ -93,6 +93,9 @@ class NoDevice:
             pass
         self.waited_s = time.perf_counter() - begin
 
+    def done(self) -> bool:
+        return True
+
     def close(self) -> None:
         pass
 

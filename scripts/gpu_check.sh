@@ -2,7 +2,7 @@
 # Everything that only a GPU can tell, in one command: tests, kernel and step benchmarks, idle gaps, a serving run, and
 # the kernels under compute-sanitizer. On an H200 it takes about 8 minutes, and with QUICK=1 about 3.
 #
-#     scripts/gpu_check.sh [PART ...]        PARTs: tests kernels step gaps serve sanitize (default: all, in this order)
+#     scripts/gpu_check.sh [PART ...]    PARTs: tests kernels step gaps copies serve sanitize (default: all of them)
 #
 # Settings, from the environment:
 #     PYTHON       the interpreter (default: .venv/bin/python where there is one, else python3)
@@ -24,7 +24,7 @@ if [ -z "${PYTHON:-}" ]; then
   PYTHON=python3
   [ -x .venv/bin/python ] && PYTHON=.venv/bin/python
 fi
-PARTS="tests kernels step gaps serve sanitize"
+PARTS="tests kernels step gaps copies serve sanitize"
 OUT=${OUT:-$(mktemp -d)}
 DEVICE=${DEVICE:-cuda}
 LIMIT=${LIMIT:-300}
@@ -39,12 +39,14 @@ if [ "${QUICK:-0}" = 1 ]; then
   TEST_ARGS+=(-k "not 30-seconds")
   STEP_ARGS+=(--batches 1,64,256 --steps 50)
   GAPS_ARGS=(--batches 1,64 --steps 50)
+  COPIES_ARGS=(--batches 64 --steps 50)
   SANITIZE_ARGS=(memcheck)
 else
   default_models="scripts/data/qwen3-0.6b scripts/data/llama-3.1-8b"
   default_kernels="attention attention_layer linear norm_rope head sample"
   default_streams="1 256 512" default_requests="4 1000 2000"
   GAPS_ARGS=(--batches 1,64,256)
+  COPIES_ARGS=()
   SANITIZE_ARGS=(memcheck graphs racecheck)
 fi
 read -ra MODELS <<<"${MODELS:-$default_models}"
@@ -57,6 +59,7 @@ KERNEL_ARGS=()
 if [ "$DEVICE" != cuda ]; then
   KERNEL_ARGS=(--smoke)
   STEP_ARGS+=(--batches 1,4 --steps 20)
+  COPIES_ARGS=(--device cpu --batches 1,4 --steps 20 --pages 1,4 --kv-cache-tokens 8192 --host-gib 0.5)
 fi
 FAILED=()
 SERVER=
@@ -134,6 +137,14 @@ gaps() {
     name=$(basename "$model")
     check "gaps-$name" "$PYTHON" scripts/profile_gaps.py "$model" "${GAPS_ARGS[@]}" --json "$OUT/gaps-$name.json"
   done
+}
+
+# pages of KV to and from host memory, of the first model
+copies() {
+  local name
+  name=$(basename "${MODELS[0]}")
+  check "copies-$name" "$PYTHON" scripts/bench_kv_transfer.py "${MODELS[0]}" "${COPIES_ARGS[@]}" \
+    --json "$OUT/copies-$name.json"
 }
 
 serve() {

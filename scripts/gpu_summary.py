@@ -70,6 +70,22 @@ def busy(folder: Path) -> str:
     return table(("busy", "batch", "of a step", "under the profiler", "idle gap p50 us", "kernels a step"), rows)
 
 
+def copies(folder: Path) -> str:
+    rows = []
+    for _, results in read(folder, "copies"):
+        for result in results:
+            alone = {row["way"]: row["gb_per_s"] for row in result["copies"]}  # of the largest batch, which is last
+            for row in result["beside"]:
+                if row["way"] in alone:
+                    rows.append(
+                        (
+                            *(result["model"], str(result["programs"]), row["way"], f"{alone[row['way']]:.1f}"),
+                            *(str(row["rows"]), f"{100 * row['slower']:.1f} %", f"{row['gb_per_s']:.1f}"),
+                        )
+                    )
+    return table(("copies", "programs", "way", "GB/s", "beside rows", "slower", "GB/s then"), rows)
+
+
 def serving(folder: Path) -> str:
     rows = []
     for name, run in sorted(read(folder, "serve"), key=lambda item: (item[0].rpartition("-")[0], streams(item[0]))):
@@ -88,7 +104,7 @@ def streams(name: str) -> int:
 
 
 def summary(folder: Path) -> str:
-    tables = (make(folder) for make in (parts, decode, prefill, busy, serving))
+    tables = (make(folder) for make in (parts, decode, prefill, busy, copies, serving))
     return "\n".join(text for text in tables if text)
 
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import gpu_summary
 import profile_gaps
 import pytest
+from bench_kv_transfer import WAYS, CopyingEngine, measure_beside, measure_copies
 from bench_step import Engine
 from flags_page import flags, flags_page, subcommands
 from gpu_gaps import Gap, Interval, analyse, merged, overlaps, step_gaps
@@ -145,6 +146,24 @@ def test_without_a_gpu_the_profiler_says_so(
     assert capsys.readouterr().err.count("\n") == 1
 
 
+# ------------------------------------------------------------------------------------------------- copies of pages
+
+
+def test_copies_of_pages_are_timed_alone_and_beside_steps(tiny_model: Path) -> None:
+    config = EngineConfig(
+        device="cpu", load_format="dummy", max_num_seqs=2, kv_cache_tokens=2048, kv_host_memory_gib=0.001
+    )
+    engine = CopyingEngine(tiny_model, config, most_pages=3)
+    alone = [measure_copies(engine, way, 2, repeats=1) for way in WAYS]
+    assert [(row["way"], row["gb_per_s"] > 0) for row in alone] == [(way, True) for way in WAYS]
+    beside = measure_beside(engine, 2, context=24, steps=2)
+    assert [(row["way"], row["gb_per_s"] > 0) for row in beside] == [("none", False), *((way, True) for way in WAYS)]
+    assert beside[0]["slower"] == 0
+    engine.executor.close()
+    with pytest.raises(SystemExit, match="3000 pages each way are more than"):
+        CopyingEngine(tiny_model, config, most_pages=3000)
+
+
 # ------------------------------------------------------------------------------------------------ the check of a GPU
 
 
@@ -179,6 +198,10 @@ def test_the_checks_summary_has_its_parts_and_headline_numbers(tmp_path: Path) -
     (tmp_path / "step-m.json").write_text(json.dumps(steps))
     gap = {"busy_us": 99.0, "plain_step_us": 100.0, "busy_share": 0.951, "idle_us": {"p50": 3.0}}
     (tmp_path / "gaps-m.json").write_text(json.dumps([{"model": "m", "batch": 8, "kernels_per_step": 201.0, **gap}]))
+    alone = [{"way": "load", "pages": pages, "gb_per_s": pages / 10} for pages in (8, 512)]
+    beside = [{"rows": 64, "way": way, "slower": 0.021, "gb_per_s": 48.0} for way in ("none", "load")]
+    moved = [{"model": "m", "programs": 16, "copies": alone, "beside": beside}]
+    (tmp_path / "copies-m.json").write_text(json.dumps(moved))
     run = {"ok": 4, "requests": 4, "output_tokens_per_s": 1650.0, "ttft_ms": {"p50": 5.25}, "tpot_ms": {"p50": 0.6}}
     for streams in (256, 1):
         (tmp_path / f"serve-m-0.6b-{streams}.json").write_text(json.dumps(run))
@@ -194,6 +217,8 @@ def test_the_checks_summary_has_its_parts_and_headline_numbers(tmp_path: Path) -
         "| m | 16 x 2048 | 612,345 | 7.50 |",
         "| busy | batch | of a step | under the profiler | idle gap p50 us | kernels a step |",
         "| m | 8 | 99.0 % | 95.1 % | 3.0 | 201 |",
+        "| copies | programs | way | GB/s | beside rows | slower | GB/s then |",
+        "| m | 16 | load | 51.2 | 64 | 2.1 % | 48.0 |",
         "| HTTP | streams | ok | out tok/s | TTFT p50 ms | TPOT p50 ms |",
         "| m-0.6b | 1 | 4 of 4 | 1,650 | 5.25 | 0.60 |",
         "| m-0.6b | 256 | 4 of 4 | 1,650 | 5.25 | 0.60 |",

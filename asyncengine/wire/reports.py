@@ -56,6 +56,7 @@ class MemoryAccount(msgspec.Struct, frozen=True, kw_only=True):
 
     total: of the GPU; on a CPU, what was available. limit: the most it may use. used: what it does. workspace: buffers
     of a step. context: what the driver and loaded kernels hold. graphs: captured graphs and what they compute in.
+    host_kv: of the host's memory, on top of all that, for KV pages.
     """
 
     total_bytes: int = 0
@@ -66,11 +67,13 @@ class MemoryAccount(msgspec.Struct, frozen=True, kw_only=True):
     context_bytes: int = 0
     graph_bytes: int = 0
     kv_cache_bytes: int = 0
+    host_kv_bytes: int = 0
 
 
 class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """`Ready.info` of gpu_runner (convert with `msgspec.convert`).
 
+    num_host_pages: KV pages that host memory has room for, all of them usable.
     num_graphs, num_kernels: captured, and launched by them; 0 on a CPU. kernels_compiled: those that were not in the
     kernel cache.
     """
@@ -84,6 +87,7 @@ class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     kv_cache_bytes: int
     memory: MemoryAccount = MemoryAccount()
+    num_host_pages: int = 0
     num_graphs: int = 0
     num_kernels: int = 0
     kernels_compiled: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import msgspec
 import torch
 
 from asyncengine.config import PAGE_SIZE, EngineConfig
@@ -12,18 +13,23 @@ from asyncengine.wire.reports import MemoryAccount, RunnerInfo
 from gpu_runner.device.buffers import pages_for
 from gpu_runner.device.executor import Executor
 from gpu_runner.device.host import available_memory_bytes, usable_cores
+from gpu_runner.device.host_memory import HostMemory, size_host_memory
 from gpu_runner.device.memory import (
     HOST_SHARE,
+    TOKEN_ID_BYTES,
     allocate_kv_cache,
     gib,
     page_bytes,
     size_kv_cache,
     wanted_model_len,
 )
+from gpu_runner.device.page_copies import PageCopies
 from gpu_runner.device.ready import Progress, Ready
 from gpu_runner.device.state import DeviceState
 from gpu_runner.device.step import Step
+from gpu_runner.device.stream import InlineStream
 from gpu_runner.device.target import choose_device, choose_dtype, make_stream
+from gpu_runner.kernels import reference_page_copy
 from gpu_runner.kernels.ops import ModelOps
 from gpu_runner.kernels.upload_layout import upload_words
 from gpu_runner.models.config import ModelConfig
@@ -50,7 +56,9 @@ def build_executor(
     dtype = choose_dtype(config, device)
     on_gpu = device.type == "cuda"
     model = read_model_config(model_path)
-    wanted_model_len(config, model)  # a length the model cannot have is better refused before minutes of loading
+    # what cannot be is better refused before minutes of loading
+    wanted_model_len(config, model)
+    size_host_memory(config, model, dtype, available_bytes=available_memory_bytes())
     torch.set_num_threads(usable_cores())
     load = partial(_load, config, model_path, device, dtype, progress)
     if on_gpu:
@@ -63,6 +71,13 @@ def build_executor(
         ready = build.run(load)
     else:
         ready = _ready_cpu(config, load(None), dtype, num_slots, progress)
+    copies = _make_copies(config, model, dtype, device, ready, progress)
+    page_load_ns = 0
+    memory = ready.memory
+    if copies is not None:
+        progress("measuring host memory", 0, 0)
+        page_load_ns = copies.measure()
+        memory = msgspec.structs.replace(memory, host_kv_bytes=copies.host_bytes)
     info = RunnerInfo(
         device=ready.device_name,
         dtype=str(dtype).removeprefix("torch."),
@@ -70,9 +85,10 @@ def build_executor(
         vocab_size=model.vocab_size,
         max_model_len=ready.size.max_model_len,
         num_pages=ready.size.num_pages,
-        weight_bytes=ready.memory.weight_bytes,
-        kv_cache_bytes=ready.memory.kv_cache_bytes,
-        memory=ready.memory,
+        weight_bytes=memory.weight_bytes,
+        kv_cache_bytes=memory.kv_cache_bytes,
+        memory=memory,
+        num_host_pages=0 if copies is None else copies.host_pages,
         num_graphs=ready.num_graphs,
         num_kernels=ready.num_kernels,
         kernels_compiled=ready.kernels_compiled,
@@ -86,6 +102,8 @@ def build_executor(
         pages_per_seq=ready.pages_per_seq,
         max_step_tokens=config.step_tokens(on_gpu=on_gpu),
         pinned=on_gpu,
+        copies=copies,
+        page_load_ns=page_load_ns,
     )
 
 
@@ -138,6 +156,7 @@ def _ready_cpu(config: EngineConfig, decoder: Decoder, dtype: torch.dtype, num_s
     weights, total = decoder.weight_bytes, available + decoder.weight_bytes
     return Ready(
         step=step,
+        page_memory=step.page_memory,
         stream=make_stream(device),
         size=size,
         pages_per_seq=pages_per_seq,
@@ -150,6 +169,31 @@ def _ready_cpu(config: EngineConfig, decoder: Decoder, dtype: torch.dtype, num_s
             kv_cache_bytes=kv_cache.nbytes,
         ),
     )
+
+
+def _make_copies(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    ready: Ready,
+    progress: Progress,
+) -> PageCopies | None:
+    """None: no host memory is asked for."""
+    on_gpu = device.type == "cuda"
+    # a CPU's KV cache takes none of what is available before it is written
+    available = available_memory_bytes() - (0 if on_gpu else ready.memory.kv_cache_bytes)
+    pages = size_host_memory(config, model, dtype, available_bytes=available)
+    if not pages:
+        return None
+    size = pages * (page_bytes(model, dtype) + TOKEN_ID_BYTES)
+    host = HostMemory(size, pinned=on_gpu, progress=partial(progress, "pinning host memory"))
+    memory = ready.page_memory(host.words)
+    if not on_gpu:
+        return PageCopies(memory=memory, host=host, stream=InlineStream(), copy=reference_page_copy.copy_pages)
+    from gpu_runner.kernels.page_copy import copy_pages
+
+    return PageCopies(memory=memory, host=host, stream=make_stream(device), copy=copy_pages)
 
 
 def _cpu_remedy(

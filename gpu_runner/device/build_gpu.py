@@ -25,7 +25,15 @@ from gpu_runner.device.buffers import pages_for
 from gpu_runner.device.gpu_memory import GpuMemory, estimate_graph_bytes
 from gpu_runner.device.graph_step import GraphStep
 from gpu_runner.device.host import usable_cores
-from gpu_runner.device.memory import KvSize, allocate_kv_cache, gib, page_bytes, size_kv_cache, wanted_model_len
+from gpu_runner.device.memory import (
+    TOKEN_ID_BYTES,
+    KvSize,
+    allocate_kv_cache,
+    gib,
+    page_bytes,
+    size_kv_cache,
+    wanted_model_len,
+)
 from gpu_runner.device.ready import Progress, Ready
 from gpu_runner.device.state import DeviceState
 from gpu_runner.device.stream import Stream, Work
@@ -41,8 +49,6 @@ from gpu_runner.models.registry import sketch_model
 from gpu_runner.models.weights import linear_shapes
 
 META = torch.device("meta")
-TOKEN_ID_BYTES = 4 * PAGE_SIZE
-"""Of each page, beside its keys and values: the ids of its tokens."""
 ESTIMATE_MARGIN, MARGIN_BYTES = 0.05, 64 << 20
 """What the graphs' estimate may be too low by before they have to be captured again; kernels that the sample did not
 load are in it."""
@@ -106,6 +112,7 @@ class GpuBuild:
         )
         return Ready(
             step=step,
+            page_memory=step.page_memory,
             stream=stream,
             size=size,
             pages_per_seq=self._pages_per_seq,

@@ -11,12 +11,14 @@ import numpy as np
 
 from asyncengine.wire.reports import RunnerInfo
 from gpu_runner.device.buffers import MAX_IN_FLIGHT, RING_DEPTH, PackedStep, Packer, RingSlot
+from gpu_runner.device.page_copies import PageCopies
 from gpu_runner.device.sampling_path import SamplingPaths
 from gpu_runner.device.stream import Stream
 from gpu_runner.device.token_masks import TokenMasks
 from gpu_runner.kernels.upload_layout import upload_words
 from gpu_runner.models.config import ModelConfig
 from gpu_runner.schedule.plan import Int32, StepPlan, StepResult
+from gpu_runner.schedule.transfers import Transfers
 
 
 class StepRunner(Protocol):
@@ -57,9 +59,12 @@ class Executor:
         pages_per_seq: int,
         max_step_tokens: int,
         pinned: bool,
+        copies: PageCopies | None = None,
+        page_load_ns: int = 0,
     ) -> None:
         """num_slots, pages_per_seq: of the step's page table. max_step_tokens: of any plan. pinned: whether the host's
-        buffers are, for copies that nobody waits for."""
+        buffers are, for copies that nobody waits for. copies: where there is host memory for KV pages; page_load_ns:
+        what it measured."""
         self.model_config = model_config
         self.info = info
         self.num_slots = num_slots
@@ -69,6 +74,9 @@ class Executor:
         self.weight_bytes = info.weight_bytes
         self.kv_cache_bytes = info.kv_cache_bytes
         self.pages_per_seq = pages_per_seq
+        self.host_pages = 0 if copies is None else copies.host_pages
+        self.page_load_ns = page_load_ns
+        self._copies = copies
         self._stream = stream
         self._paths = SamplingPaths(num_slots)
         words = upload_words(num_slots=num_slots, pages_per_seq=self.pages_per_seq, max_step_tokens=max_step_tokens)
@@ -124,7 +132,23 @@ class Executor:
             scores=slot.read_scores(len(plan.scores)) if len(plan.scores) else None,
         )
 
+    def transfer(self, batch: Transfers) -> None:
+        """Start copies of pages, behind those of batches before, and return at once."""
+        self._page_copies.transfer(batch)
+
+    def transferred(self) -> int:
+        """The ticket of the last batch that is done, -1 before the first; never waits. Raises what copying raised."""
+        return self._page_copies.transferred()
+
+    @property
+    def _page_copies(self) -> PageCopies:
+        if self._copies is None:
+            raise RuntimeError("there is no host memory for KV pages")
+        return self._copies
+
     def close(self) -> None:
         """Wait for what was launched and stop; uncollected results are lost."""
         self._in_flight.clear()
         self._stream.close()
+        if self._copies is not None:
+            self._copies.close()

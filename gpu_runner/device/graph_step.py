@@ -34,6 +34,7 @@ from gpu_runner.kernels.head import HeadSampler
 from gpu_runner.kernels.head_config import choose_head
 from gpu_runner.kernels.host_ring import HostRing, deliver, deliver_scores, fetch
 from gpu_runner.kernels.post_update import post_update, post_update_to_host
+from gpu_runner.kernels.reference_page_copy import PageMemory
 from gpu_runner.kernels.result_layout import Results, Scores, result_words, score_words
 from gpu_runner.kernels.sample import Sampler
 from gpu_runner.kernels.sample_full import FullSampling
@@ -138,6 +139,9 @@ class GraphStep:
     def connect(self, ring: Sequence[RingSlot], masks: TokenMasks) -> None:
         self._host_ring.connect([(slot.upload, slot.results) for slot in ring])
         self._full.masks.connect(masks.tensor)
+
+    def page_memory(self, host: Tensor) -> PageMemory:
+        return PageMemory.of(self._kv_cache, self._page_tokens, host)
 
     def run(self, step: PackedStep) -> None:
         decode = self._decode_graphs.get((_variant(step), step.bucket))

@@ -17,12 +17,16 @@ def usable_cores(cgroup: Path = CGROUP) -> int:
 
 
 def available_memory_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
-    """Memory the kernel can give without swapping, at most what a container's limit leaves."""
+    """Memory the kernel can give without swapping, at most what a container's limit leaves. What files are cached in
+    can be given: a model's that was just read are many."""
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
     limit, current = _words(cgroup / "memory.max"), _words(cgroup / "memory.current")
     if limit and current and limit[0] != "max":
-        available = min(available, max(0, int(limit[0]) - int(current[0])))
+        stat = _words(cgroup / "memory.stat")
+        kinds = dict(zip(stat[::2], map(int, stat[1::2]), strict=True))
+        cached = kinds.get("active_file", 0) + kinds.get("inactive_file", 0)
+        available = min(available, max(0, int(limit[0]) - int(current[0]) + cached))
     return available
 
 

@@ -13,6 +13,8 @@ from asyncengine.config import PAGE_SIZE, EngineConfig
 from asyncengine.errors import StartupError
 from gpu_runner.models.config import ModelConfig
 
+TOKEN_ID_BYTES = 4 * PAGE_SIZE
+"""Of each page, beside its keys and values: the ids of its tokens."""
 HOST_SHARE = 4
 """Without `kv_cache_tokens`, the KV cache of a CPU takes one part in this many of the memory that is available, at most
 what `max_num_seqs` full-length rows need."""

@@ -21,6 +21,7 @@ from gpu_runner.device.upload_views import START_SECTIONS, UploadViews
 from gpu_runner.kernels import reference_adjust, reference_sampling
 from gpu_runner.kernels.ops import BatchMeta
 from gpu_runner.kernels.reference_adjust import AdjustRows
+from gpu_runner.kernels.reference_page_copy import PageMemory
 from gpu_runner.kernels.reference_sampling import SamplingRows
 from gpu_runner.kernels.result_layout import Results, Scores, result_words, score_words
 
@@ -70,6 +71,9 @@ class Step:
 
     def connect(self, ring: Sequence[RingSlot], masks: TokenMasks) -> None:
         self._ring, self._masks = tuple(ring), masks.tensor
+
+    def page_memory(self, host: Tensor) -> PageMemory:
+        return PageMemory.of(self._kv_cache, self._page_tokens, host)
 
     @torch.inference_mode()
     def run(self, step: PackedStep) -> None:

@@ -21,6 +21,9 @@ class Mark(Protocol):
     def wait(self) -> None:
         """Sleep until the work before the mark is done; raise what that work raised."""
 
+    def done(self) -> bool:
+        """Whether `wait` would not sleep; if so, as good as having waited."""
+
 
 class Stream(Protocol):
     """Runs work in the order of submission, without the submitter waiting for it.
@@ -95,9 +98,39 @@ class _WorkerMark:
         if self._error is not None:
             raise self._error
 
+    def done(self) -> bool:
+        if not self._reached.is_set():
+            return False
+        self.wait()
+        return True
+
     def _reach(self) -> None:
         self._error = self._guard.error
         self._reached.set()
+
+
+class InlineStream:
+    """Work is done within `submit`, which raises what it raises."""
+
+    def submit(self, work: Work) -> None:
+        work()
+
+    def mark(self) -> Mark:
+        return _DoneMark()
+
+    def close(self) -> None:
+        pass
+
+
+class _DoneMark:
+    def record(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+    def done(self) -> bool:
+        return True
 
 
 class CudaStream:
@@ -134,3 +167,10 @@ class _CudaMark:
         self._event.synchronize()
         if self._error is not None:
             raise self._error
+
+    def done(self) -> bool:
+        if not self._event.query():
+            return False
+        if self._error is not None:
+            raise self._error
+        return True

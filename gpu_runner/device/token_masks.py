@@ -12,22 +12,18 @@ So one mask for each slot does, and none is ever copied: a GPU's kernel reads it
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import sys
 import tempfile
-import weakref
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gpu_runner.device.pinned import register
 from gpu_runner.kernels.mask_layout import mask_words
 from gpu_runner.schedule.plan import Int32
-
-_PORTABLE, _MAPPED = 1, 2
-"""Flags of cudaHostRegister."""
 
 
 class TokenMasks:
@@ -41,20 +37,9 @@ class TokenMasks:
         self.array: Int32 = np.frombuffer(mmap.mmap(self.fd, size), np.int32).reshape(num_slots, self.words)
         self.tensor: Tensor = torch.from_numpy(self.array)
         """Of the same memory; [num_slots, words] int32."""
-        self.readable = not pinned or self._register(size)
+        self.readable = not pinned or register(self, self.tensor.data_ptr(), size)
         """Whether the device can read them. Where it cannot, as in a container that locks no memory, no row may be
         constrained; nothing else is amiss."""
-
-    def _register(self, size: int) -> bool:
-        runtime, address = torch.cuda.cudart(), self.tensor.data_ptr()
-        if int(runtime.cudaHostRegister(address, size, _PORTABLE | _MAPPED)) != 0:
-            # The runtime keeps the failure for whoever asks next, and torch asks after each launch.
-            with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device="cuda")
-            return False
-        # before the memory goes: its addresses may be other memory's then, and a range is registered only once
-        weakref.finalize(self, runtime.cudaHostUnregister, address)
-        return True
 
 
 def _shared_memory(size: int) -> int:

@@ -47,6 +47,7 @@ from gpu_runner.schedule.slots import State
 from gpu_runner.schedule.step_output import StepOutput, aborted_rows
 from gpu_runner.schedule.step_room import StepRooms
 from gpu_runner.schedule.step_time import StepTime
+from gpu_runner.schedule.transfers import Transfers
 
 RUNS = int(Finish.NONE)  # numpy takes microseconds to compare with a member of an enumeration
 FROM_THE_BEGINNING = tuple(Resume(choice, b"", 0) for choice in range(MAX_N))
@@ -68,6 +69,8 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         gap_ns: Mapping[ServiceClass, int] | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
+        host_pages: int = 0,
+        page_load_ns: int = 0,
     ) -> None:
         """gap_ns: the longest that prompts may make a step while rows of a class decode in it; None = any length.
         clock: in ns; of requests that come, start, prefill and have their first token, never of a decoding step."""
@@ -249,6 +252,13 @@ class Scheduler:
                 self._end(int(slot))
                 self.counters.finished += 1
         return StepOutput(plan.step, rows, gens, tokens, finish, opens, logprobs, marks)
+
+    def take_transfers(self) -> Transfers | None:
+        """Copies of pages that the last plan asks for."""
+        return None
+
+    def transferred(self, ticket: int) -> None:
+        """All batches of copies up to that one are done."""
 
     def take_closed(self) -> StepOutput | None:
         """Rows that were aborted since the last call, for the detokenizer to forget; None if there are none."""

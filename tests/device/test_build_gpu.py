@@ -14,8 +14,8 @@ from torch import Tensor
 from asyncengine.config import EngineConfig
 from asyncengine.errors import StartupError
 from gpu_runner.device import build_gpu
-from gpu_runner.device.build_gpu import TOKEN_ID_BYTES, GpuBuild
-from gpu_runner.device.memory import KvSize, page_bytes
+from gpu_runner.device.build_gpu import GpuBuild
+from gpu_runner.device.memory import TOKEN_ID_BYTES, KvSize, page_bytes
 from gpu_runner.device.stream import WorkerStream
 
 CPU = torch.device("cpu")

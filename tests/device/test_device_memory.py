@@ -95,3 +95,5 @@ def test_a_containers_limits_count(tmp_path: Path) -> None:
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     assert available_memory_bytes(meminfo, tmp_path) == 200_000
     assert usable_cores(tmp_path) == 1
+    (tmp_path / "memory.stat").write_text("anon 50000\nactive_file 7000\ninactive_file 30000\nslab 500\n")
+    assert available_memory_bytes(meminfo, tmp_path) == 237_000

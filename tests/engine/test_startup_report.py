@@ -42,8 +42,9 @@ def test_a_gpus_memory_is_accounted_for_to_the_limit() -> None:
         context_bytes=GIB,
         graph_bytes=GIB // 2,
         kv_cache_bytes=108 * GIB,
+        host_kv_bytes=64 * GIB,
     )
-    assert report(info(memory, num_graphs=124, num_kernels=92, kernels_compiled=2)) == [
+    assert report(info(memory, num_graphs=124, num_kernels=92, kernels_compiled=2, num_host_pages=2000)) == [
         "graphs               124 of 92 kernels, 90 of them from the cache",
         "memory               125.00 of 140.00 GiB in use, the limit is 126.00",
         "                     weights                 15.00 GiB",
@@ -53,6 +54,7 @@ def test_a_gpus_memory_is_accounted_for_to_the_limit() -> None:
         "                     KV cache               108.00 GiB",
         "                     unused                   1.00 GiB",
         "KV cache             1,024 pages, 16,384 tokens: 4.0 requests of max_model_len 4,096",
+        "KV in host memory    2,000 pages, 32,000 tokens in 64.00 GiB",
     ]
 
 

@@ -18,6 +18,7 @@ from gpu_runner.device.buffers import RingSlot, pack
 from gpu_runner.device.sampling_path import SamplingPaths
 from gpu_runner.device.state import DeviceState
 from gpu_runner.device.step import Step
+from gpu_runner.device.stream import InlineStream
 from gpu_runner.device.token_masks import TokenMasks
 from gpu_runner.kernels.host_ring import HostRing
 from gpu_runner.kernels.ops import BatchMeta
@@ -226,12 +227,6 @@ def replayable(work: Callable[[], None]) -> Callable[[], object]:
     return graph.replay
 
 
-class NoMark:
-    def record(self) -> None: ...
-
-    def wait(self) -> None: ...
-
-
 @pytest.mark.parametrize(("seed", "num_slots", "most_starts"), [(0, 4, 3), (1, 11, 4), (2, 1, 1)])
 def test_long_sequences_of_random_plans_leave_the_same_as_the_torch_step(
     seed: int, num_slots: int, most_starts: int
@@ -249,7 +244,7 @@ def test_long_sequences_of_random_plans_leave_the_same_as_the_torch_step(
     )
     maker = PlanMaker(num_slots, pages_per_seq, vocab, np.random.default_rng(seed))
     meta = new_step_meta(max_rows=num_slots, max_tokens=max_step_tokens, device=DEVICE)
-    host = RingSlot.allocate(upload_words=words, num_slots=num_slots, pinned=False, mark=NoMark())
+    host = RingSlot.allocate(upload_words=words, num_slots=num_slots, pinned=False, mark=InlineStream().mark())
     masks = TokenMasks(num_slots=num_slots, vocab=vocab, pinned=False)
     masks.array.fill(-1)
     step.connect([host], masks)

@@ -78,6 +78,7 @@ def device_engine(
     max_num_seqs: int = 6,
     step_tokens: int = 32,
     kv_cache_tokens: int = 4096,
+    kv_host_memory_gib: float = 0.0,
     max_model_len: int | None = None,
     graphs: bool = True,
     pdl: bool = True,
@@ -90,6 +91,7 @@ def device_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=step_tokens,
         kv_cache_tokens=kv_cache_tokens,
+        kv_host_memory_gib=kv_host_memory_gib,
         max_model_len=max_model_len,
     )
     with tapping(
