@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 from support.fuzzing import counted, mutate, slice_of
 from support.wire_examples import DELTAS, ENCODE, FRAME, GENERATE, PROMPT, ints
 
+from asyncengine.config import EngineConfig
 from asyncengine.delta_feed import DeltaFeed
 from asyncengine.metrics import RequestMetrics
 from asyncengine.open_requests import OpenRequest, OpenRequests
 from asyncengine.prompt_messages import PromptMessage
+from asyncengine.request_terms import targets_of
 from asyncengine.sampling import SamplingParams
 from asyncengine.streams import RequestStream
 from asyncengine.tokenizer_links import TokenizerLink
@@ -104,7 +106,7 @@ def open_requests() -> OpenRequests:
 
 
 def test_a_mutated_frame_that_is_taken_at_all_is_taken_in_to_its_end(tmp_path: Path) -> None:
-    metrics = RequestMetrics(tmp_path, worker=0)
+    metrics = RequestMetrics(tmp_path, 0, targets_of(EngineConfig()))
 
     @slice_of(300)
     @given(st.data())
@@ -166,7 +168,7 @@ def test_what_is_about_a_row_that_is_not_there_is_no_message(row: int) -> None:
     stamps = array("q", [1, 2, 3]).tobytes()
     assert DELTAS.openings is not None
     for changes in (
-        {"openings": msgspec.structs.replace(DELTAS.openings, rows=ints(row), stamps=stamps)},
+        {"openings": msgspec.structs.replace(DELTAS.openings, rows=ints(row), stamps=stamps, sessions=b"")},
         {"marks": Marks(ints(row), ints(1), bytes(16))},
         {"prompts": (PromptColumns(row, PROMPT, b"abc", ints(1, 2, 3)),)},
     ):
