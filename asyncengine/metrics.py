@@ -152,7 +152,7 @@ class RequestMetrics:
     def ended(self, reason: str, timeline: Timeline, *, tokens: int, terms: Terms = DEFAULT_TERMS) -> None:
         """A choice is over, having had `tokens`; reason: one of `FINISH_REASONS`."""
         self._tenants.count(terms.tenant, output=tokens)
-        if tokens and reason != "abort":
+        if tokens and reason in ("stop", "length"):
             self._measure(timeline, tokens, terms.service_class)
         self._count(f"finished_{reason}")
         self._observe("e2e_latency", (timeline.finished - timeline.arrived) * NS)

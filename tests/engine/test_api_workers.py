@@ -354,6 +354,7 @@ async def test_workers_ask_each_other_for_requests_they_do_not_have(short_path: 
         front._serve(INFO, tokenizer_workers=1)
     subscription = fronts[2].subscribe([1, 2], SamplingParams(n=2), listener=lambda: None, request_id="x")
     assert not await fronts[0].cancel("y")
+    assert not await fronts[0].cancel("x", tenant="another")
     assert await fronts[0].cancel("x")
     assert [delta.finish_reason for delta in subscription.take()] == ["abort", "abort"]
     assert not await fronts[1].cancel("x")

@@ -100,9 +100,10 @@ def test_a_choice_that_ends_by_itself_is_held_to_the_targets_of_its_class(run_di
     metrics = RequestMetrics(run_dir, 0, TARGETS)
     background = Terms(service_class="background")
     metrics.ended("stop", TIMELINE, tokens=5, terms=background)
-    metrics.ended("error", TIMELINE, tokens=1, terms=background)  # its one token took the choice's 10 s
+    metrics.ended("length", TIMELINE, tokens=1, terms=background)  # its one token took the choice's 10 s
     metrics.ended("length", TIMELINE, tokens=0, terms=background)
-    metrics.ended("abort", TIMELINE, tokens=5, terms=background)
+    for reason in ("abort", "error"):
+        metrics.ended(reason, TIMELINE, tokens=5, terms=background)
     counters = read_totals(run_dir).counters
     assert (counters["measured_background"], counters["measured_interactive"]) == (2, 0)
     assert (counters["within_ttft_background"], counters["within_gap_background"]) == (0, 1)

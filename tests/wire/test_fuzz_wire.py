@@ -176,6 +176,16 @@ def test_what_is_about_a_row_that_is_not_there_is_no_message(row: int) -> None:
     assert is_dropped(msgspec.structs.replace(FRAME, logprob_rows=ints(row)))
 
 
+def test_what_is_known_of_a_session_is_of_every_row_or_of_none_and_counts_tokens() -> None:
+    assert DELTAS.openings is not None
+    for sessions in (ints(1, 1), ints(1, 1, 1), ints(*[1] * 6), b"x" * 16 + b"y"):
+        openings = msgspec.structs.replace(DELTAS.openings, sessions=sessions)
+        assert is_dropped(msgspec.structs.replace(DELTAS, openings=openings))
+    for known in ({"session_tokens": -2}, {"session_tokens": 2**31}, {"session_common": -1}, {"session_common": 2**31}):
+        opens = (msgspec.structs.replace(FRAME.opens[0], **known), FRAME.opens[1])
+        assert is_dropped(msgspec.structs.replace(FRAME, opens=opens))
+
+
 def test_an_end_for_no_known_reason_is_no_message() -> None:
     for valid in (FRAME, DELTAS):
         assert is_dropped(msgspec.structs.replace(valid, finish=bytes([Finish.NONE, max(Finish) + 1])))
