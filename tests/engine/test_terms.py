@@ -16,9 +16,13 @@ from front_end_ring import INFO, PROMPT, deltas, front_end_ring, int32
 from support.python_path import PYTHON_PATH
 
 from asyncengine import LLM, AsyncEngine, EngineConfig, InvalidRequestError, RequestOutput, SamplingParams, collect
-from asyncengine.config import Role
+from asyncengine.api.app import bound_port, run_app
+from asyncengine.api_keys import digest_of
+from asyncengine.client import AsyncClient
+from asyncengine.config import ApiKey, Role
 from asyncengine.front_end import FrontEnd
 from asyncengine.request_terms import cache_namespace, resolve_terms
+from asyncengine.tenant_table import TenantTokens
 from asyncengine.terms import Terms
 from asyncengine.wire.answers import Openings
 from asyncengine.wire.base import Finish
@@ -216,6 +220,20 @@ async def test_a_session_is_known_to_its_tenant_until_it_is_released() -> None:
         assert totals.tenants["a"].output == totals.tenants["a"].prompt + 7  # each prompt comes back, and the end
         assert totals.counters["measured_interactive"] >= 8
         assert totals.counters["measured_background"] == 0
+
+
+async def test_over_http_a_session_is_known_to_the_key_that_it_began_with() -> None:
+    keys = {"a": "first-key-of-two", "b": "second-key-of-two"}
+    api_keys = [ApiKey(digest=digest_of(key), tenant=tenant) for tenant, key in keys.items()]
+    async with started() as engine:
+        runner = await run_app(engine, "127.0.0.1", 0, api_keys=api_keys)
+        url = f"http://127.0.0.1:{bound_port(runner)}"
+        async with AsyncClient(url, api_key=keys["a"]) as a, AsyncClient(url, api_key=keys["b"]) as b:
+            for client, known in ((a, None), (b, None), (a, 2), (b, 2)):
+                answer = await collect(client.generate([5, 6], session="s"))
+                assert answer.session_tokens == known
+        await runner.cleanup()
+        assert engine.totals().tenants == {tenant: TenantTokens(4, 6) for tenant in keys}
 
 
 def test_a_batch_asks_for_terms_too() -> None:
