@@ -5,20 +5,22 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from asyncengine.config import EngineConfig
 from asyncengine.errors import StartupError
 from asyncengine.gc_clock import GcClock
 from asyncengine.metrics import RequestMetrics
+from asyncengine.request_terms import targets_of
 from asyncengine.wire.accounting import RingWriter, TurnRecord
 
 
 class Accounts:
     """What its requests amounted to, how long collecting garbage stopped it, and its latest turns; until `close`."""
 
-    def __init__(self, run_dir: Path, worker: int) -> None:
+    def __init__(self, run_dir: Path, worker: int, config: EngineConfig) -> None:
         """Raises `StartupError`."""
         self.run_dir = run_dir
         try:
-            self.metrics = RequestMetrics(run_dir, worker)
+            self.metrics = RequestMetrics(run_dir, worker, targets_of(config))
             self._ring = RingWriter(run_dir, "engine", worker, TurnRecord)
         except OSError as error:
             raise StartupError(f"cannot get memory for the engine's accounts: {error}") from error

@@ -15,7 +15,9 @@ from asyncengine.engine import AsyncEngine
 from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError
 from asyncengine.outputs import RequestOutput, assemble
 from asyncengine.prompt_messages import prompt_message
+from asyncengine.request_terms import AskedTerms
 from asyncengine.sampling import SamplingParams
+from asyncengine.terms import DEFAULT_TERMS
 
 Prompt = str | Sequence[int] | ChatPrompt
 
@@ -30,11 +32,12 @@ async def run_batch(
     engine: AsyncEngine,
     prompts: Sequence[Prompt],
     params: Sequence[SamplingParams],
+    terms: AskedTerms,
     *,
     max_num_seqs: int,
     show_progress: bool,
 ) -> list[RequestOutput]:
-    """One answer for each prompt. params: one for each prompt. max_num_seqs: the engine's.
+    """One answer for each prompt. params: one for each prompt. terms: of all. max_num_seqs: the engine's.
 
     Raises `InvalidRequestError` naming the prompt before anything is queued, where that can be known without its
     tokens; what is found out later is the `error` of that prompt's answer. Raises `EngineDeadError`. Cancelling it
@@ -48,7 +51,7 @@ async def run_batch(
 
     async def lane(progress: Progress) -> None:
         for index in indices:
-            answer = answers[index] = await _answer(engine, prompts[index], params[index])
+            answer = answers[index] = await _answer(engine, prompts[index], params[index], terms)
             progress.add(answer)
 
     with Progress(len(prompts), shown=show_progress) as progress:
@@ -69,7 +72,7 @@ async def _check(engine: AsyncEngine, prompts: Sequence[Prompt], params: Sequenc
     for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
         name = f"prompts[{index}]"
         try:
-            _, size = prompt_message(0, prompt, wanted, "", info=engine.info)
+            _, size = prompt_message(0, prompt, wanted, "", DEFAULT_TERMS, info=engine.info)
         except InvalidRequestError as error:
             raise InvalidRequestError(f"{name}: {error.message}", code=error.code, param=name) from None
         largest = max(largest, size)
@@ -88,14 +91,14 @@ async def _check(engine: AsyncEngine, prompts: Sequence[Prompt], params: Sequenc
     return largest
 
 
-async def _answer(engine: AsyncEngine, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+async def _answer(engine: AsyncEngine, prompt: Prompt, params: SamplingParams, terms: AskedTerms) -> RequestOutput:
     """The answer, be it an error. Waits while the engine has no room. Raises `EngineDeadError`."""
     text, ids = prompt if isinstance(prompt, str) else None, None
     while True:
         try:
             if ids is None:
                 text, ids = await _tokens(engine, prompt)
-            return assemble(await _deltas(engine, ids, params), prompt=text, prompt_token_ids=ids)
+            return assemble(await _deltas(engine, ids, params, terms), prompt=text, prompt_token_ids=ids)
         except OverloadedError:
             await asyncio.sleep(RETRY_SECONDS)
         except EngineDeadError:
@@ -114,7 +117,7 @@ async def _tokens(engine: AsyncEngine, prompt: Prompt) -> tuple[str | None, list
     return None, list(prompt)
 
 
-async def _deltas(engine: AsyncEngine, ids: list[int], params: SamplingParams) -> list[Delta]:
+async def _deltas(engine: AsyncEngine, ids: list[int], params: SamplingParams, terms: AskedTerms) -> list[Delta]:
     """One for each choice, with all of it: nobody is woken before the last choice has ended."""
     ended = asyncio.get_running_loop().create_future()
 
@@ -122,7 +125,7 @@ async def _deltas(engine: AsyncEngine, ids: list[int], params: SamplingParams) -
         if stream.ended and not ended.done():
             ended.set_result(None)
 
-    stream = engine.subscribe(ids, params, listener=hear)
+    stream = engine.subscribe(ids, params, listener=hear, **terms)
     try:
         await ended
         deltas = stream.take()

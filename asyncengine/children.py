@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from asyncengine.child import Child, start_child
-from asyncengine.config import EngineConfig, Role, SidecarConfig, worker_key
+from asyncengine.config import ApiKey, EngineConfig, Role, SidecarConfig, worker_key
 
 
 class ApiWorkers(NamedTuple):
-    """The processes that serve HTTP, where their parent does not: how many; the listening sockets that they share; of
-    the keys that their callers must show one of; whether they serve the console."""
+    """The processes that serve HTTP, where their parent does not: how many; the listening sockets that they share; the
+    keys that their callers must show one of; whether they serve the console."""
 
     number: int = 0
     listen_fds: tuple[int, ...] = ()
-    key_digests: tuple[bytes, ...] = ()
+    api_keys: tuple[ApiKey, ...] = ()
     console: bool = True
 
 
@@ -79,7 +79,7 @@ class Children:
             console=self._api_workers.console,
             life=child.life,
             lives={worker_key(other.role, other.index): other.life for other in others if other.life},
-            key_digests=self._api_workers.key_digests if serves else (),
+            api_keys=self._api_workers.api_keys if serves else (),
         )
 
     def all_ready(self) -> bool:

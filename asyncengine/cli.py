@@ -15,7 +15,7 @@ import sys
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from asyncengine.api_keys import API_KEY_VARIABLE, digest_of, read_api_keys
+from asyncengine.api_keys import API_KEY_VARIABLE, read_api_keys
 from asyncengine.bench.command import add_bench_options
 from asyncengine.config import EngineConfig, Role, runs_on_cpu
 from asyncengine.engine_options import add_engine_options, engine_config
@@ -78,7 +78,8 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--api-key-file",
         metavar="FILE",
-        help=f"API keys, one a line; with them, or with one in {API_KEY_VARIABLE}, every request but for /health and "
+        help="API keys, one a line, each of which may be followed by tenant=NAME and class=interactive or "
+        f"class=background; with them, or with one in {API_KEY_VARIABLE}, every request but for /health and "
         "/ready needs one, and the console, which has none, is off (default: none)",
     )
     serve.add_argument(
@@ -129,13 +130,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def serve_command(args: argparse.Namespace) -> int:
-    keys = read_api_keys(args.api_key_file, os.environ)
+    args.api_keys = keys = read_api_keys(args.api_key_file, os.environ)
     if args.host not in LOOPBACK_HOSTS and not keys:
         raise StartupError(
             f"refusing to listen on {args.host}, which other machines reach, without an API key: set --api-key-file or "
             f"{API_KEY_VARIABLE}, or take one of {', '.join(LOOPBACK_HOSTS)}"
         )
-    args.key_digests = tuple(map(digest_of, keys))
     args.console = args.console and not keys
     if not 0 <= args.port <= 65535:
         raise StartupError(f"--port must be from 0 to 65535, got {args.port}")
@@ -210,13 +210,13 @@ async def _serve(config: EngineConfig, args: argparse.Namespace) -> None:
         stack.push_async_callback(engine.close)
         freeze_start_up()
         runner = await run_app(
-            engine, args.host, args.port, tracing=tracing, console=args.console, key_digests=args.key_digests
+            engine, args.host, args.port, tracing=tracing, console=args.console, api_keys=args.api_keys
         )
         stack.push_async_callback(runner.cleanup)
         # closed before the server, the engine ends every stream with an error that its client can read
         stack.push_async_callback(engine.close)
         port = bound_port(runner)
-        text = ready_text(engine.info.model, args.host, port, console=args.console, key=bool(args.key_digests))
+        text = ready_text(engine.info.model, args.host, port, console=args.console, key=bool(args.api_keys))
         print(text, flush=True)
         await serve_out(engine, args.drain_timeout_seconds)
 
@@ -234,14 +234,14 @@ async def _serve_with_workers(config: EngineConfig, args: argparse.Namespace, wo
                 bind(args.host, args.port),
                 workers=workers,
                 console=args.console,
-                key_digests=args.key_digests,
+                api_keys=args.api_keys,
                 progress=progress,
                 modules=args.modules,
             )
             stack.push_async_callback(group.close)
             await group.start()
             print("\n".join(report(group.info)), file=sys.stderr, flush=True)
-        text = ready_text(group.info.model, args.host, group.port, console=args.console, key=bool(args.key_digests))
+        text = ready_text(group.info.model, args.host, group.port, console=args.console, key=bool(args.api_keys))
         print(text, flush=True)
         await serve_out(group, args.drain_timeout_seconds)
 

@@ -8,6 +8,7 @@ import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from datetime import UTC, datetime
 from types import TracebackType
+from typing import Unpack
 from urllib.parse import quote
 
 import aiohttp
@@ -17,6 +18,7 @@ from asyncengine.client_json import delta_of, error_of, events, health_of, model
 from asyncengine.delta import Delta
 from asyncengine.engine_info import Health
 from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, RequestTimeoutError
+from asyncengine.request_terms import AskedTerms, check_session
 from asyncengine.retries import RetryPolicy, seconds_of
 from asyncengine.sampling import SamplingParams
 from asyncengine.time_limits import TimeLimits, Timeouts
@@ -102,6 +104,12 @@ class AsyncClient:
         there is none. Raises `EngineError`."""
         return any([await self._cancel(f"{kind}-{quote(request_id, safe='')}") for kind in ID_PREFIXES])
 
+    async def release_session(self, session: str) -> None:
+        """Have the prefix of a session kept no longer; whether there is one makes no difference. Raises
+        `EngineError`."""
+        check_session(session)
+        await self._read("POST", f"/v1/sessions/{quote(session, safe='')}/release")
+
     async def generate(
         self,
         prompt: str | Sequence[int] | ChatPrompt,
@@ -111,12 +119,14 @@ class AsyncClient:
         timeouts: Timeouts | None = None,
         tool_choice: str = "auto",
         parallel_tool_calls: bool = True,
+        **terms: Unpack[AskedTerms],
     ) -> AsyncGenerator[Delta, None]:
         """Yield deltas of all `params.n` choices until each has finished, as `AsyncEngine.generate` does.
 
         Of a conversation's answer the server tells reasoning and tool calls from the text. tool_choice: of a prompt
         with tools, "auto", "none", "required" or the name of the function to call. parallel_tool_calls: more than one
         call in an answer. request_id: a name for it, by which it can be cancelled. timeouts: instead of the client's.
+        terms: see `AskedTerms`.
 
         Leaving early (break, `aclose`, cancellation) closes the connection, which aborts the request. Raises
         `InvalidRequestError`, `OverloadedError`, `EngineDeadError` as the server reports them, `RequestTimeoutError`,
@@ -131,7 +141,12 @@ class AsyncClient:
                 param="prompt_logprobs" if params.prompt_logprobs is not None else "max_tokens",
             )
         body = request_body(
-            prompt, params, model=self._model, tool_choice=tool_choice, parallel_tool_calls=parallel_tool_calls
+            prompt,
+            params,
+            model=self._model,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            terms=terms,
         )
         path = "/v1/chat/completions" if isinstance(prompt, ChatPrompt) else "/v1/completions"
         limits = TimeLimits(timeouts or self._timeouts)

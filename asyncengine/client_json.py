@@ -19,6 +19,7 @@ from asyncengine.errors import (
     RequestTimeoutError,
 )
 from asyncengine.logprobs import TokenLogprob, TopLogprob
+from asyncengine.request_terms import AskedTerms
 from asyncengine.sampling import SamplingParams, Structured
 
 _EVENT_END = b"\n\n"
@@ -74,14 +75,16 @@ class _ChoiceJson(msgspec.Struct):
     stop_reason: int | str | None = None
 
 
-class _CachedJson(msgspec.Struct):
+class _PromptDetailsJson(msgspec.Struct):
     cached_tokens: int = 0
+    session_tokens: int | None = None
+    first_differing_token: int | None = None
 
 
 class _UsageJson(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
-    prompt_tokens_details: _CachedJson | None = None
+    prompt_tokens_details: _PromptDetailsJson | None = None
 
 
 class _ChunkJson(msgspec.Struct):
@@ -115,6 +118,7 @@ def request_body(
     model: str | None,
     tool_choice: str,
     parallel_tool_calls: bool,
+    terms: AskedTerms,
 ) -> bytes:
     """Of a completion, or of a chat completion if the prompt is a conversation."""
     # `return_token_ids` and `continuous_usage_stats` carry what a delta has besides its text
@@ -125,6 +129,7 @@ def request_body(
         "logit_bias": dict(params.logit_bias),
     }
     body["structured_outputs"] = _outputs(body.pop("structured"))
+    body |= terms
     if model is not None:
         body["model"] = model
     if not isinstance(prompt, ChatPrompt):
@@ -188,12 +193,15 @@ def delta_of(data: bytes) -> Delta | None:
         return None
     choice, usage = chunk.choices[0], chunk.usage
     message = choice.delta or _ChatDeltaJson()
+    details = usage.prompt_tokens_details or _PromptDetailsJson()
     return Delta(
         index=choice.index,
         text=choice.text if choice.delta is None else message.content,
         token_ids=choice.token_ids,
         prompt_tokens=usage.prompt_tokens,
-        cached_tokens=usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0,
+        cached_tokens=details.cached_tokens,
+        session_tokens=details.session_tokens,
+        first_differing_token=details.first_differing_token,
         completion_tokens=usage.completion_tokens,
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,

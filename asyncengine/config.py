@@ -160,13 +160,22 @@ def runs_on_cpu(config: EngineConfig) -> bool:
     return config.device == "cpu" or (config.device == "auto" and not os.path.exists("/dev/nvidiactl"))
 
 
+class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept of a key that callers of the HTTP server may show. tenant: whose it is. service_class: of requests
+    that do not say, None for the engine's default; with "background" they may not say otherwise."""
+
+    digest: bytes
+    tenant: str
+    service_class: ServiceClass | None = None
+
+
 class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the supervisor hands a sidecar over its stdin: the engine's configuration and the sidecar's place in it.
 
     model_path: the model folder or .gguf file on this machine, already resolved. run_dir: the 0700 directory that
     holds the engine's ipc sockets. index: which of the role's workers this is. listen_fds: of an API worker, the
     inherited sockets on which it serves. api_workers: how many such workers there are. console: whether they serve it.
-    key_digests: of an API worker, of the keys that its callers must show one of (see `api_keys`).
+    api_keys: of an API worker, those that its callers must show one of.
     life: how many were in its place before it and were lost. lives: the same of every other process that has been
     replaced, by `worker_key`.
     """
@@ -179,7 +188,7 @@ class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):
     listen_fds: tuple[int, ...] = ()
     api_workers: int = 0
     console: bool = True
-    key_digests: tuple[bytes, ...] = ()
+    api_keys: tuple[ApiKey, ...] = ()
     life: int = 0
     lives: dict[str, int] = {}
 

@@ -39,6 +39,9 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     end-of-sequence or stop token, and tokens that begin at or after a stop string that was cut.
     prompt_logprobs: when asked, of all tokens of the prompt, with the choice's first delta.
     timeline: of the choice, with its last delta.
+    session_tokens: what the request's session had before it; None where no such session was known.
+    first_differing_token: where the prompt ceases to be what its session had, if it does before the session's end: the
+    index of a token, or the number of the prompt's if it only is shorter.
     """
 
     index: int
@@ -54,3 +57,5 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     timeline: Timeline | None = None
     reasoning: str = ""
     tool_calls: list[ToolCallDelta] = []
+    session_tokens: int | None = None
+    first_differing_token: int | None = None

@@ -95,14 +95,16 @@ class DeltaFeed:
     def count_end(self, stream: RequestStream, index: int, reason: str, *, at_ns: int) -> None:
         """Choice `index` is over."""
         timeline = msgspec.structs.replace(stream.timeline(index), finished=at_ns)
-        self.metrics.ended(reason, timeline, tokens=stream.num_tokens(index))
+        self.metrics.ended(reason, timeline, tokens=stream.num_tokens(index), terms=stream.terms)
 
     def _count_ends(self, stream: RequestStream, index: int, begun_before: bool, finish: int, now: int) -> None:
         """Count the first and the last news of a choice."""
         if not begun_before and stream.num_tokens(index):
-            self.metrics.begun(stream.timeline(index), prompt_tokens=stream.prompt_tokens(index))
+            self.metrics.begun(
+                stream.timeline(index), prompt_tokens=stream.prompt_tokens(index), tenant=stream.terms.tenant
+            )
         elif finish == Finish.LENGTH and not stream.num_tokens(index):  # nothing but its prompt was asked for
-            self.metrics.prompted(stream.prompt_tokens(index))
+            self.metrics.prompted(stream.prompt_tokens(index), tenant=stream.terms.tenant)
         if finish:
             self.count_end(stream, index, FINISH_REASONS.get(Finish(finish), "error"), at_ns=now)
 
@@ -113,10 +115,12 @@ class DeltaFeed:
     def _open(self, deltas: Deltas, openings: Openings) -> None:
         rids = memoryview(deltas.rids).cast("Q")
         stamps = memoryview(openings.stamps).cast("q")
+        sessions = memoryview(openings.sessions).cast("i")
         for place, row in enumerate(memoryview(openings.rows).cast("i")):
             if choice := self._requests.get(rids[row]):
                 choice.opened(deltas.shard)
-                choice.stream.open(choice.index, *stamps[3 * place : 3 * place + 3])
+                session = sessions[2 * place : 2 * place + 2]
+                choice.stream.open(choice.index, *stamps[3 * place : 3 * place + 3], *session)
 
     def _mark(self, deltas: Deltas, marks: Marks) -> None:
         rids, begin = memoryview(deltas.rids).cast("Q"), 0

@@ -27,8 +27,7 @@ class AsyncEngine(FrontEnd):
     def __init__(
         self, config: EngineConfig, *, progress: StartupProgress | None, modules: Mapping[Role, str] | None
     ) -> None:
-        super().__init__(worker=0)
-        self._config = config
+        super().__init__(config, worker=0)
         self._supervisor = Supervisor(
             config, on_failure=self._fail, on_relink=self._relink, progress=progress, modules=modules
         )

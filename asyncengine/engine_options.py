@@ -42,6 +42,19 @@ OPTIONS: Mapping[str, Option] = {
         "REQUESTS",
     ),
     "max_queued_tokens": Option("the same of the tokens of their prompts", "TOKENS"),
+    "default_service_class": Option(
+        "of requests that do not say; background requests take what interactive ones leave, and are the first to wait"
+    ),
+    "interactive_gap_ms": Option(
+        "between two tokens of an interactive request; chunks of prompts are cut so that steps keep to it", "MS"
+    ),
+    "interactive_ttft_ms": Option("to the first token of an interactive request", "MS"),
+    "background_gap_ms": Option("as --interactive-gap-ms, of background requests where no interactive one runs", "MS"),
+    "background_ttft_ms": Option("as --interactive-ttft-ms, of background requests", "MS"),
+    "kv_host_memory_gib": Option(
+        "pinned host memory for the KV of prefixes that have no room on the device; 0 = none", "GIB"
+    ),
+    "session_pin_share": Option("of the KV cache, what the sessions of one tenant may keep, from 0 to 1", "SHARE"),
     "queue_timeout_seconds": Option("a request that gets no first token for so long ends with a 503", "SECONDS"),
     "request_timeout_seconds": Option("a request that is not complete after so long ends with an error", "SECONDS"),
     "chat_template": Option("a Jinja file for chats", "FILE", "the model's own template"),

@@ -13,12 +13,13 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Unpack
 
 import msgspec
 
 from asyncengine.accounts import Accounts
 from asyncengine.chat_prompt import ChatPrompt
-from asyncengine.config import API_WORKER_SHIFT, Role
+from asyncengine.config import API_WORKER_SHIFT, EngineConfig, Role
 from asyncengine.delta import Delta
 from asyncengine.delta_feed import DeltaFeed
 from asyncengine.engine_info import DRAINING, EngineInfo, HealthState
@@ -36,6 +37,7 @@ from asyncengine.other_workers import OtherWorkers
 from asyncengine.prompt_messages import TokenizedPrompt, pack_ids, prompt_message, question_message
 from asyncengine.questions import Questions
 from asyncengine.recovery import Recovery
+from asyncengine.request_terms import TenantTerms, check_session, resolve_terms
 from asyncengine.sampling import SamplingParams
 from asyncengine.streams import RequestStream
 from asyncengine.tokenizer_links import TokenizerLinks
@@ -73,8 +75,9 @@ class FrontEnd:
     _others: OtherWorkers
     """And these four once the engine is ready."""
 
-    def __init__(self, *, worker: int, workers: int = 1) -> None:
+    def __init__(self, config: EngineConfig, *, worker: int, workers: int = 1) -> None:
         """workers: how many there are."""
+        self._config = config
         self._worker = worker
         self._workers = workers
         self._state: HealthState = "starting"
@@ -101,15 +104,17 @@ class FrontEnd:
         *,
         namespace: str = "",
         request_id: str = "",
+        **terms: Unpack[TenantTerms],
     ) -> AsyncGenerator[Delta, None]:
         """Yield deltas of all `params.n` choices until each has finished (exactly one `finish_reason` each).
 
         The request is submitted at the first iteration. Leaving early (break, `aclose`, cancellation) aborts it.
         Deltas that arrive while the caller is busy are merged into one per choice. Before the first delta:
         `InvalidRequestError`, `OverloadedError`; at any time `EngineDeadError` (all `EngineError`s).
-        request_id: a name for it, by which it can be cancelled; several requests may share one.
+        request_id: a name for it, by which it can be cancelled; several requests may share one. terms: see
+        `TenantTerms`.
         """
-        request = self._submit(prompt, params or SamplingParams(), namespace, request_id)
+        request = self._submit(prompt, params or SamplingParams(), namespace, request_id, terms)
         try:
             while (delta := await request.stream.next()) is not None:
                 yield delta
@@ -124,26 +129,35 @@ class FrontEnd:
         listener: Callable[[], None],
         namespace: str = "",
         request_id: str = "",
+        **terms: Unpack[TenantTerms],
     ) -> RequestStream:
         """Submit a request whose news are taken from within `listener`, which is called whenever there are some.
 
         It costs a fraction of `generate`, which wakes a task for each delta. Raises as `generate` does. The stream must
         be closed, which aborts what still runs.
         """
-        request = self._submit(prompt, params or SamplingParams(), namespace, request_id)
+        request = self._submit(prompt, params or SamplingParams(), namespace, request_id, terms)
         request.stream.listener = listener
         request.stream.forget = partial(self._forget, request)
         return request.stream
 
-    async def cancel(self, request_id: str) -> bool:
-        """End all requests of this name, whichever API process has them: their choices that still run end with the
-        finish reason "abort". False when there is none. Raises `EngineError`."""
+    async def cancel(self, request_id: str, *, tenant: str = "") -> bool:
+        """End all of the tenant's requests of this name, whichever API process has them: their choices that still run
+        end with the finish reason "abort". False when there is none. Raises `EngineError`."""
         self._check_ready()
-        if self._cancel_here(request_id):
+        if self._cancel_here(tenant, request_id):
             return True
-        answers = self._others.cancel(request_id)
+        answers = self._others.cancel(tenant, request_id)
         self._push_on()
         return any(await asyncio.gather(*answers))
+
+    async def release_session(self, session: str, *, tenant: str = "") -> None:
+        """Keep the prefix of the tenant's session no longer; whether there is such a session makes no difference. A
+        request of it that still runs has it kept anew when it ends. Raises `EngineError`."""
+        self._check_ready()
+        check_session(session)
+        self._links.release_session(tenant, session)
+        self._push_on()
 
     async def tokenize(
         self, prompt: str | ChatPrompt, *, add_special_tokens: bool = True, texts: bool = False
@@ -174,7 +188,7 @@ class FrontEnd:
 
     def _open(self, pipes: Pipes, run_dir: Path) -> None:
         """Bind the worker's pipe and read it from now on. Raises `StartupError`."""
-        self._accounts = Accounts(run_dir, self._worker)
+        self._accounts = Accounts(run_dir, self._worker, self._config)
         self._feed = DeltaFeed(self._requests, self._accounts.metrics)
         self._pipes = pipes
         self._receiver = pipes.receiver(f"engine.{self._worker}", ToEngine, high_water_mark=UNREAD_MESSAGES)
@@ -224,7 +238,12 @@ class FrontEnd:
             raise EngineDeadError(self._detail)
 
     def _submit(
-        self, prompt: str | Sequence[int] | ChatPrompt, params: SamplingParams, namespace: str, request_id: str = ""
+        self,
+        prompt: str | Sequence[int] | ChatPrompt,
+        params: SamplingParams,
+        namespace: str,
+        request_id: str,
+        asked: TenantTerms,
     ) -> OpenRequest:
         arrived = time.monotonic_ns()
         self._check_ready()
@@ -232,10 +251,11 @@ class FrontEnd:
             raise OverloadedError(DRAINING.detail, code="shutting_down")
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=secrets.randbits(63))
+        terms = resolve_terms(asked, default_class=self._config.default_service_class)
         rid = self._mint(params.n)
-        message, size = prompt_message(rid, prompt, params, namespace, info=self.info)
+        message, size = prompt_message(rid, prompt, params, namespace, terms, info=self.info)
         tokenizer = self._tokenizers.send(message)
-        stream = RequestStream(n=params.n, stop=params.stop, stop_token_ids=params.stop_token_ids)
+        stream = RequestStream(n=params.n, stop=params.stop, stop_token_ids=params.stop_token_ids, terms=terms)
         stream.arrived = arrived
         self._feed.metrics.submitted(params.n)
         request = OpenRequest(stream, message, size, request_id)
@@ -288,7 +308,7 @@ class FrontEnd:
                 self._questions.answer(message.rid, message)
             case Cancel():
                 if self._state == "ready":
-                    self._others.tell(message, found=self._cancel_here(message.request_id))
+                    self._others.tell(message, found=self._cancel_here(message.tenant, message.request_id))
                     self._push_on()
             case Cancelled():
                 self._questions.answer(message.call, message.found)
@@ -307,10 +327,10 @@ class FrontEnd:
             self._feed.count_end(stream, choice.index, "error", at_ns=time.monotonic_ns())
         stream.fail(error, gone=choice.index)
 
-    def _cancel_here(self, request_id: str) -> bool:
+    def _cancel_here(self, tenant: str, request_id: str) -> bool:
         """Cancel what runs under this name in this process; whether there was something."""
         found = False
-        for request in self._requests.named(request_id):
+        for request in self._requests.named(tenant, request_id):
             cancelled = request.stream.cancel(time.monotonic_ns())
             self._abort(request, cancelled)
             found = found or bool(cancelled)

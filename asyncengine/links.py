@@ -9,7 +9,7 @@ from asyncengine.questions import Questions
 from asyncengine.recent_rids import RecentRids
 from asyncengine.tokenizer_links import TokenizerLink, TokenizerLinks
 from asyncengine.wire.pipes import Pipes, Sender, pipe_name
-from asyncengine.wire.requests import Abort, Relink
+from asyncengine.wire.requests import Abort, ReleaseSession, Relink
 
 Lives = dict[tuple[Role, int], int]
 """How often the process in each place has been replaced, where that is not never."""
@@ -69,6 +69,9 @@ class Links:
         may have been on its way."""
         if self._aborted.add(rid, time.monotonic()):
             self._control.send(Abort(rid))
+
+    def release_session(self, tenant: str, session: str) -> None:
+        self._control.send(ReleaseSession(tenant, session))
 
     def flush(self) -> bool:
         """Push on what found a pipe full; True when nothing is left."""

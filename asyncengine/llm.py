@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 from asyncengine.batch import Prompt, run_batch
 from asyncengine.chat_prompt import ChatPrompt
@@ -16,6 +16,7 @@ from asyncengine.engine_info import EngineInfo
 from asyncengine.errors import InvalidRequestError
 from asyncengine.loop_thread import LoopThread
 from asyncengine.outputs import RequestOutput
+from asyncengine.request_terms import AskedTerms, resolve_terms
 from asyncengine.sampling import SamplingParams
 from asyncengine.startup_progress import StartupProgress
 
@@ -76,10 +77,12 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        **terms: Unpack[AskedTerms],
     ) -> list[RequestOutput]:
         """One answer for each prompt, in their order. prompts: texts or lists of token ids, or a single one.
 
-        sampling_params: for all prompts, or one for each. use_tqdm: show a progress bar on stderr.
+        sampling_params: for all prompts, or one for each. use_tqdm: show a progress bar on stderr. terms: see
+        `AskedTerms`; of all prompts, and with a session there is one.
 
         What is known to be wrong at once (an empty prompt, ids that do not fit into the context, half a surrogate pair)
         raises `InvalidRequestError` naming the prompt before anything is queued. What shows only later (a text that
@@ -87,8 +90,8 @@ class LLM:
         KeyboardInterrupt cancels everything; the engine can be used again.
         """
         if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-            return self._run([prompts], sampling_params, use_tqdm)  # type: ignore[list-item]
-        return self._run(prompts, sampling_params, use_tqdm)  # type: ignore[arg-type]
+            return self._run([prompts], sampling_params, use_tqdm, terms)  # type: ignore[list-item]
+        return self._run(prompts, sampling_params, use_tqdm, terms)  # type: ignore[arg-type]
 
     def chat(
         self,
@@ -99,6 +102,7 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: dict[str, object] | None = None,
         tools: list[dict[str, object]] | None = None,
+        **terms: Unpack[AskedTerms],
     ) -> list[RequestOutput]:
         """As `generate`, of conversations: each a list of {"role": ..., "content": ...}, or a single one.
 
@@ -116,13 +120,18 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self._run(prompts, sampling_params, use_tqdm)
+        return self._run(prompts, sampling_params, use_tqdm, terms)
+
+    def release_session(self, session: str) -> None:
+        """As `AsyncEngine.release_session`."""
+        self._loop.run(self._engine.release_session(session))
 
     def _run(
         self,
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
+        asked: AskedTerms,
     ) -> list[RequestOutput]:
         if sampling_params is None:
             sampling_params = SamplingParams()
@@ -134,10 +143,14 @@ class LLM:
                 "for each",
                 param="sampling_params",
             )
+        terms = resolve_terms({**asked}, default_class=self._config.default_service_class)
+        if terms.session and len(prompts) > 1:
+            raise InvalidRequestError(f"with a session there can be one prompt; got {len(prompts)}", param="session")
         work = run_batch(
             self._engine,
             prompts,
             sampling_params,
+            asked,
             max_num_seqs=self._config.max_num_seqs,
             show_progress=use_tqdm,
         )

@@ -5,6 +5,8 @@ of them is asked adds up the blocks of all: the numbers of a server with several
 whoever answers. A counter is one number; a histogram is one for each bucket, one for what is above the last, and the
 sum. All are doubles that only ever grow, so that adding them up while they are written is at most a moment behind.
 
+Behind them there is a table of tenants (see `asyncengine.tenant_table`).
+
 Counting costs a choice's tokens nothing each: a frame of deltas is counted as a whole, and only the first
 and the last token of a choice cost something of their own.
 """
@@ -16,12 +18,17 @@ import os
 import sys
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
+from asyncengine.config import ServiceClass
+from asyncengine.request_terms import Target
+from asyncengine.tenant_table import TABLE_BYTES, TenantTable, TenantTokens, read_tenants
+from asyncengine.terms import DEFAULT_TERMS, Terms
 from asyncengine.timeline import Timeline
 
 SUFFIX = ".metrics"
@@ -43,7 +50,11 @@ TOKEN_COUNT_BOUNDS = tuple(float(digit * 10**power) for power in range(7) for di
 CHOICE_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
-COUNTERS = ("prompt_tokens", "generation_tokens", *(f"finished_{reason}" for reason in FINISH_REASONS), "gc_pause_ns")
+SERVICE_CLASSES: tuple[ServiceClass, ...] = get_args(ServiceClass)
+COUNTERS = (
+    *("prompt_tokens", "generation_tokens", *(f"finished_{reason}" for reason in FINISH_REASONS), "gc_pause_ns"),
+    *(f"{what}_{name}" for what in ("measured", "within_ttft", "within_gap") for name in SERVICE_CLASSES),
+)
 HISTOGRAMS: dict[str, tuple[float, ...]] = {
     "time_to_first_token": FIRST_TOKEN_BOUNDS,
     "inter_token_latency": TOKEN_GAP_BOUNDS,
@@ -64,7 +75,8 @@ _PLACE = {name: place for place, name in enumerate(COUNTERS)} | dict(
     zip(HISTOGRAMS, accumulate(_CELLS_OF_HISTOGRAMS[:-1], initial=len(COUNTERS)), strict=True)
 )
 """Of each counter, and of each histogram's first cell."""
-SIZE = 8 * _NUM_CELLS
+_SIZE_OF_CELLS = 8 * _NUM_CELLS
+SIZE = _SIZE_OF_CELLS + TABLE_BYTES
 
 
 class HistogramTotals(msgspec.Struct, frozen=True):
@@ -76,10 +88,11 @@ class HistogramTotals(msgspec.Struct, frozen=True):
 
 
 class Totals(msgspec.Struct, frozen=True):
-    """By the names of `COUNTERS` and `HISTOGRAMS`, since the engine's start."""
+    """By the names of `COUNTERS` and `HISTOGRAMS`, and by tenant, since the engine's start."""
 
     counters: dict[str, int]
     histograms: dict[str, HistogramTotals]
+    tenants: dict[str, TenantTokens] = {}
 
 
 class RequestMetrics:
@@ -88,20 +101,24 @@ class RequestMetrics:
     Every choice is counted once when its first token is here and once when it ends, in whatever way.
     """
 
-    def __init__(self, run_dir: Path, worker: int) -> None:
+    def __init__(self, run_dir: Path, worker: int, targets: Mapping[ServiceClass, Target]) -> None:
+        """targets: what requests of each class should keep to."""
+        self._targets = targets
         path = run_dir / f"engine.{worker}{SUFFIX}"
         on_linux = sys.platform == "linux"
         # as the rings of accounts: pages of a file on a disk would make their writer wait for the disk now and then
         self._fd = os.memfd_create(path.name) if on_linux else os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         os.ftruncate(self._fd, SIZE)
         self._memory = mmap.mmap(self._fd, SIZE)
-        self._cells = memoryview(self._memory).cast("d")
+        self._cells = memoryview(self._memory)[:_SIZE_OF_CELLS].cast("d")
+        self._tenants = TenantTable(memoryview(self._memory)[_SIZE_OF_CELLS:])
         if on_linux:
             path.symlink_to(f"/proc/{os.getpid()}/fd/{self._fd}")
 
     def close(self) -> None:
         """Give the memory up. A block that is not closed goes with its process."""
         self._cells.release()
+        self._tenants.close()
         self._memory.close()
         os.close(self._fd)
 
@@ -113,14 +130,15 @@ class RequestMetrics:
         """A request's prompt has left the tokenizer, so long after it was submitted."""
         self._observe("tokenize_time", seconds)
 
-    def begun(self, timeline: Timeline, *, prompt_tokens: int) -> None:
+    def begun(self, timeline: Timeline, *, prompt_tokens: int, tenant: str = "") -> None:
         """A choice's first token is here."""
-        self.prompted(prompt_tokens)
+        self.prompted(prompt_tokens, tenant=tenant)
         self._observe("time_to_first_token", (timeline.seen - timeline.arrived) * NS)
 
-    def prompted(self, prompt_tokens: int) -> None:
+    def prompted(self, prompt_tokens: int, *, tenant: str = "") -> None:
         """A choice's prompt has been computed."""
         self._count("prompt_tokens", prompt_tokens)
+        self._tenants.count(tenant, prompt=prompt_tokens)
         self._observe("prompt_length", prompt_tokens)
 
     def frame(self, now: int, last_seen: Iterable[int], *, tokens: int) -> None:
@@ -131,8 +149,11 @@ class RequestMetrics:
             if before:
                 self._observe("inter_token_latency", (now - before) * NS, choices)
 
-    def ended(self, reason: str, timeline: Timeline, *, tokens: int) -> None:
+    def ended(self, reason: str, timeline: Timeline, *, tokens: int, terms: Terms = DEFAULT_TERMS) -> None:
         """A choice is over, having had `tokens`; reason: one of `FINISH_REASONS`."""
+        self._tenants.count(terms.tenant, output=tokens)
+        if tokens and reason in ("stop", "length"):
+            self._measure(timeline, tokens, terms.service_class)
         self._count(f"finished_{reason}")
         self._observe("e2e_latency", (timeline.finished - timeline.arrived) * NS)
         self._observe("output_length", tokens)
@@ -144,6 +165,15 @@ class RequestMetrics:
             self._observe("prefill_time", (timeline.computed - timeline.started) * NS)
             self._observe("decode_time", (timeline.finished - timeline.computed) * NS)
             self._observe("inference_time", (timeline.finished - timeline.started) * NS)
+
+    def _measure(self, timeline: Timeline, tokens: int, service_class: ServiceClass) -> None:
+        """Count whether a choice that came to an end of its own kept to the targets of its class. Its gap is the mean
+        time between its tokens; of a single one there is none."""
+        target = self._targets[service_class]
+        self._count(f"measured_{service_class}")
+        self._count(f"within_ttft_{service_class}", (timeline.seen - timeline.arrived) * NS <= target.ttft_seconds)
+        gap = (timeline.finished - timeline.seen) * NS / max(1, tokens - 1)
+        self._count(f"within_gap_{service_class}", gap <= target.gap_seconds)
 
     def paused(self, nanoseconds: int) -> None:
         """This process stood still to collect garbage."""
@@ -161,17 +191,21 @@ class RequestMetrics:
 
 def read_totals(run_dir: Path) -> Totals:
     """The blocks of all API processes of the engine whose run directory this is, added up."""
-    cells = [0.0] * _NUM_CELLS
+    cells, tenants = [0.0] * _NUM_CELLS, dict[str, TenantTokens]()
     for path in run_dir.glob(f"engine.*{SUFFIX}"):
         try:
             data = path.read_bytes()
         except OSError:  # a process that has just ended takes its block along, and the engine with it
             continue
         if len(data) == SIZE:
-            cells = [cell + more for cell, more in zip(cells, memoryview(data).cast("d"), strict=True)]
+            block = memoryview(data)
+            cells = [cell + more for cell, more in zip(cells, block[:_SIZE_OF_CELLS].cast("d"), strict=True)]
+            for name, tokens in read_tenants(block[_SIZE_OF_CELLS:]):
+                tenants[name] = tokens.plus(tenants.get(name))
     return Totals(
         counters={name: int(cells[_PLACE[name]]) for name in COUNTERS},
         histograms={name: _histogram(cells, name) for name in HISTOGRAMS},
+        tenants=tenants,
     )
 
 

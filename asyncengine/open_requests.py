@@ -71,6 +71,11 @@ class OpenRequest:
         self.name = name
         self.choices: list[OpenChoice] = []
 
+    @property
+    def full_name(self) -> tuple[str, str]:
+        """Names are each tenant's own."""
+        return self.message.terms.tenant, self.name
+
     def acknowledge(self) -> None:
         """No tokenizer has anything left to do for it."""
         for choice in self.choices:
@@ -78,12 +83,12 @@ class OpenRequest:
 
 
 class OpenRequests:
-    """Found by name, which several may share; `get` finds a choice by its present rid."""
+    """Found by tenant and name, which several may share; `get` finds a choice by its present rid."""
 
     def __init__(self) -> None:
         self._requests: dict[OpenRequest, None] = {}
         self._by_rid: dict[int, OpenChoice] = {}
-        self._by_name: dict[str, dict[OpenRequest, None]] = {}
+        self._by_name: dict[tuple[str, str], dict[OpenRequest, None]] = {}
         self.get = self._by_rid.get
 
     @property
@@ -94,8 +99,8 @@ class OpenRequests:
         """Oldest first. They may change meanwhile."""
         return iter(list(self._requests))
 
-    def named(self, name: str) -> list[OpenRequest]:
-        return list(self._by_name.get(name, ()))
+    def named(self, tenant: str, name: str) -> list[OpenRequest]:
+        return list(self._by_name.get((tenant, name), ()))
 
     def add(self, request: OpenRequest, *, num_choices: int, tokenizer: TokenizerLink) -> None:
         """Take in a request that was sent to `tokenizer`."""
@@ -106,7 +111,7 @@ class OpenRequests:
             self._by_rid[choice.rid] = choice
         self._requests[request] = None
         if request.name:
-            self._by_name.setdefault(request.name, {})[request] = None
+            self._by_name.setdefault(request.full_name, {})[request] = None
 
     def move(
         self,
@@ -133,10 +138,10 @@ class OpenRequests:
             del self._by_rid[choice.rid]
         del self._requests[request]
         if request.name:
-            same = self._by_name[request.name]
+            same = self._by_name[request.full_name]
             del same[request]
             if not same:
-                del self._by_name[request.name]
+                del self._by_name[request.full_name]
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every choice of every request is found by its rid, and nothing else is."""

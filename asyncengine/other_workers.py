@@ -34,13 +34,13 @@ class OtherWorkers:
     def senders(self) -> Iterator[Sender]:
         return iter(self._senders.values())
 
-    def cancel(self, request_id: str) -> list[Awaitable[bool]]:
-        """Ask all to cancel `request_id`: of each, whether it had such a request. Awaiting that raises `EngineError`
-        when there is no answer."""
+    def cancel(self, tenant: str, request_id: str) -> list[Awaitable[bool]]:
+        """Ask all to cancel `request_id` of `tenant`: of each, whether it had such a request. Awaiting that raises
+        `EngineError` when there is no answer."""
         answers: list[Awaitable[bool]] = []
         for other, sender in self._senders.items():
             call = self._mint()
-            sender.send(Cancel(call, self._worker, request_id))
+            sender.send(Cancel(call, self._worker, request_id, tenant))
             answers.append(_answer(other, self._questions.ask(call)))
         return answers
 

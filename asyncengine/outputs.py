@@ -47,7 +47,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt: the text, for a conversation the text of its tokens, None for a prompt given as ids.
     prompt_token_ids: None where they are not known, as with a text sent over HTTP.
-    num_cached_tokens: of the prompt, found in the prefix cache. metrics: None over HTTP.
+    num_cached_tokens: of the prompt, found in the prefix cache. session_tokens, first_differing_token: as in `Delta`.
+    metrics: None over HTTP.
     error: why there is no answer; then `outputs` is empty.
     """
 
@@ -55,6 +56,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int] | None
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
+    session_tokens: int | None = None
+    first_differing_token: int | None = None
     metrics: RequestTimes | None = None
     error: EngineError | None = None
 
@@ -77,6 +80,8 @@ def assemble(deltas: Iterable[Delta], *, prompt: str | None, prompt_token_ids: l
         prompt_token_ids=prompt_token_ids,
         outputs=[_output(index, choices[index]) for index in sorted(choices)],
         num_cached_tokens=max((end.cached_tokens for end in ends), default=0),
+        session_tokens=ends[0].session_tokens if ends else None,
+        first_differing_token=ends[0].first_differing_token if ends else None,
         metrics=_times([end.timeline for end in ends if end.timeline is not None]),
     )
 

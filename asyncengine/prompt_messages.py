@@ -10,7 +10,9 @@ import msgspec
 from asyncengine.chat_prompt import ChatPrompt
 from asyncengine.engine_info import EngineInfo
 from asyncengine.errors import InvalidRequestError
+from asyncengine.request_terms import cache_namespace
 from asyncengine.sampling import SamplingParams
+from asyncengine.terms import Terms
 from asyncengine.wire.pipes import MAX_MESSAGE_BYTES
 from asyncengine.wire.requests import EncodeChat, EncodeIds, EncodeText, TokenizeChat, TokenizeText
 
@@ -25,6 +27,7 @@ def prompt_message(
     prompt: str | Sequence[int] | ChatPrompt,
     params: SamplingParams,
     namespace: str,
+    terms: Terms,
     *,
     info: EngineInfo,
 ) -> tuple[PromptMessage, int]:
@@ -40,8 +43,9 @@ def prompt_message(
     for stop in params.stop:
         _utf8("stop", stop)
     _utf8("namespace", namespace)
+    namespace = cache_namespace(terms.tenant, namespace)
     if isinstance(prompt, str):
-        message = EncodeText(rid, prompt, params, namespace, max_model_len=info.max_model_len)
+        message = EncodeText(rid, prompt, params, namespace, max_model_len=info.max_model_len, terms=terms)
         size = len(_utf8("prompt", prompt))
     elif isinstance(prompt, ChatPrompt):
         messages, kwargs, tools = _conversation(prompt, info)
@@ -55,11 +59,12 @@ def prompt_message(
             tools,
             prompt.markup,
             max_model_len=info.max_model_len,
+            terms=terms,
         )
         size = len(messages) + len(kwargs) + len(tools)
     else:
         ids = pack_ids(prompt, info.vocab_size)
-        message = EncodeIds(rid, ids, params, namespace, max_model_len=info.max_model_len)
+        message = EncodeIds(rid, ids, params, namespace, max_model_len=info.max_model_len, terms=terms)
         size = len(ids)
     _check_size(size)
     return message, size

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from asyncengine.delta import FINISH_REASONS, Delta
 from asyncengine.errors import EngineDeadError, EngineError
 from asyncengine.logprobs import PromptLogprob, TokenLogprob
+from asyncengine.terms import DEFAULT_TERMS, Terms
 from asyncengine.timeline import Timeline
 from asyncengine.wire.base import Finish
 from asyncengine.wire.requests import Resume
@@ -23,6 +24,7 @@ class _Choice:
 
     __slots__ = (
         "cached_tokens",
+        "differs_at",
         "finish",
         "first_seen",
         "ids",
@@ -32,6 +34,7 @@ class _Choice:
         "num_logprobs",
         "prompt_logprobs",
         "prompt_tokens",
+        "session_tokens",
         "stamps",
         "stop_reason",
         "taken",
@@ -51,6 +54,8 @@ class _Choice:
         self.stop_reason = -1
         self.prompt_tokens = 0
         self.cached_tokens = 0
+        self.session_tokens: int | None = None  # as in `Delta`, and its `first_differing_token`
+        self.differs_at: int | None = None
         self.stamps = (0, 0, 0)  # gpu_runner's: queued, started, first token
         self.marks = b""  # gpu_runner's, as in `RowMarks`
         self.first_seen = self.last_seen = 0  # ns
@@ -78,9 +83,13 @@ class RequestStream:
         "encoded",
         "forget",
         "listener",
+        "terms",
     )
 
-    def __init__(self, *, n: int, stop: tuple[str, ...], stop_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, *, n: int, stop: tuple[str, ...], stop_token_ids: tuple[int, ...], terms: Terms = DEFAULT_TERMS
+    ) -> None:
+        self.terms = terms
         self._stop = stop
         self._stop_token_ids = stop_token_ids
         self._choices = [_Choice() for _ in range(n)]
@@ -103,12 +112,16 @@ class RequestStream:
         """There was news of a choice."""
         return any(choice.first_seen for choice in self._choices)
 
-    def open(self, index: int, queued: int, started: int, computed: int) -> None:
-        """Take in when gpu_runner got choice `index`, planned it and had its first token. That happens again to one
-        that was lost, and then is ignored if there was news of it."""
+    def open(
+        self, index: int, queued: int, started: int, computed: int, session_tokens: int = -1, session_common: int = 0
+    ) -> None:
+        """Take in when gpu_runner got choice `index`, planned it and had its first token, and what it knew of its
+        session, as in `Open`. That happens again to one that was lost, and then is ignored if there was news of it."""
         choice = self._choices[index]
         if not choice.first_seen:
             choice.stamps = (queued, started, computed)
+            choice.session_tokens = session_tokens if session_tokens >= 0 else None
+            choice.differs_at = session_common if session_common < session_tokens else None
 
     def mark(self, index: int, marks: bytes) -> None:
         """Take in what else gpu_runner has done for choice `index`: more of `Timeline.marks`."""
@@ -289,6 +302,8 @@ class RequestStream:
             token_ids=ids.tolist(),
             prompt_tokens=choice.prompt_tokens,
             cached_tokens=choice.cached_tokens,
+            session_tokens=choice.session_tokens,
+            first_differing_token=choice.differs_at,
             completion_tokens=choice.taken,
             finish_reason=FINISH_REASONS[Finish(choice.finish)] if choice.finish else None,
             stop_reason=self._stop_reason(choice),

@@ -162,10 +162,13 @@ def _openings(batch: list[PendingDelta]) -> Openings | None:
     opened = [(row, delta.opened) for row, delta in enumerate(batch) if delta.opened is not None]
     if not opened:
         return None
-    stamps = array("q")
+    stamps, sessions = array("q"), array("i")
     for _, first in opened:
         stamps.extend((first.queued_ns, first.started_ns, first.first_token_ns))
-    return Openings(array("i", [row for row, _ in opened]).tobytes(), stamps.tobytes())
+        sessions.extend((first.session_tokens, first.session_common))
+    known = any(first.session_tokens >= 0 for _, first in opened)
+    rows = array("i", [row for row, _ in opened]).tobytes()
+    return Openings(rows, stamps.tobytes(), sessions.tobytes() if known else b"")
 
 
 def _marks(batch: list[PendingDelta]) -> Marks:

@@ -1,4 +1,4 @@
-"""Who may call what: with keys, every route is closed but for those that are listed here."""
+"""Who may call what: with keys, every route is closed but for those that are listed here; and on what terms."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from collections.abc import Awaitable, Callable, Sequence
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from asyncengine.api.errors import UnauthorizedError, last_error_response
-from asyncengine.api_keys import is_known
+from asyncengine.api.errors import ForbiddenError, UnauthorizedError, last_error_response
+from asyncengine.api_keys import known_key
+from asyncengine.config import ApiKey, ServiceClass
 
 OPEN_ROUTES = frozenset({"health", "ready"})
 """Names of routes that whoever keeps the server alive asks, without a key."""
+_SHOWN_KEY = web.RequestKey("api_key", ApiKey)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def key_check(digests: Sequence[bytes]) -> Middleware:
+def key_check(keys: Sequence[ApiKey]) -> Middleware:
     """A middleware that wants `Authorization: Bearer KEY`, one of those keys, for all but `OPEN_ROUTES`.
 
     It goes by the route that was matched, never by the path's text, which the same route may be reached by in several
@@ -25,7 +27,10 @@ def key_check(digests: Sequence[bytes]) -> Middleware:
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.match_info.route.name in OPEN_ROUTES or _shows_key(request, digests):
+        key = _shown_key(request, keys)
+        if key is not None:
+            request[_SHOWN_KEY] = key
+        if key is not None or request.match_info.route.name in OPEN_ROUTES:
             return await handler(request)
         error = UnauthorizedError("this server wants an API key: Authorization: Bearer KEY", code="invalid_api_key")
         response = last_error_response(error, request)  # the body of a stranger is not read
@@ -35,9 +40,28 @@ def key_check(digests: Sequence[bytes]) -> Middleware:
     return check
 
 
-def _shows_key(request: web.Request, digests: Sequence[bytes]) -> bool:
+def tenant_of(request: web.Request) -> str:
+    """Whose key the caller has shown; "" on a server without keys."""
+    key = request.get(_SHOWN_KEY)
+    return "" if key is None else key.tenant
+
+
+def service_class_of(request: web.Request, asked: ServiceClass | None) -> ServiceClass | None:
+    """The class of a request that asks for `asked`, None for the engine's default. Raises `ForbiddenError` where its
+    key is for less than it asks for."""
+    key = request.get(_SHOWN_KEY)
+    if key is None or key.service_class is None:
+        return asked
+    if key.service_class == "background" and asked == "interactive":
+        raise ForbiddenError(
+            "this API key is for background requests only", code="service_class_not_allowed", param="service_class"
+        )
+    return asked or key.service_class
+
+
+def _shown_key(request: web.Request, keys: Sequence[ApiKey]) -> ApiKey | None:
     given = request.headers.getall("Authorization", [])
     if len(given) != 1:
-        return False
+        return None
     scheme, _, key = given[0].partition(" ")
-    return scheme.lower() == "bearer" and is_known(key.strip(), digests)
+    return known_key(key.strip(), keys) if scheme.lower() == "bearer" else None

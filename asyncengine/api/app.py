@@ -21,6 +21,7 @@ from asyncengine.api.openapi import openapi_endpoint
 from asyncengine.api.routes import Routes
 from asyncengine.api.status_routes import StatusRoutes
 from asyncengine.api.token_routes import TokenRoutes
+from asyncengine.config import ApiKey
 from asyncengine.errors import StartupError
 
 if TYPE_CHECKING:
@@ -39,14 +40,14 @@ SHUTDOWN_SECONDS = 2.0
 
 
 def make_app(
-    backend: Backend, tracing: Tracing | None = None, *, console: bool = True, key_digests: Sequence[bytes] = ()
+    backend: Backend, tracing: Tracing | None = None, *, console: bool = True, api_keys: Sequence[ApiKey] = ()
 ) -> web.Application:
     """The application; see `run_app` for how it must be run. It closes `tracing`. console: whether / is a page for
-    people. key_digests: of the keys that callers must show one of, none for no access control."""
+    people. api_keys: those that callers must show one of, none for no access control."""
     max_body = max(MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN * backend.info.max_model_len)
     middlewares: list[Middleware] = [errors_as_json] if tracing is None else [tracing.middleware, errors_as_json]
-    if key_digests:
-        middlewares.append(key_check(key_digests))
+    if api_keys:
+        middlewares.append(key_check(api_keys))
     app = web.Application(middlewares=middlewares, client_max_size=max_body)
     if tracing is not None:
         app.on_cleanup.append(tracing.close)
@@ -68,13 +69,13 @@ async def run_app(
     *,
     tracing: Tracing | None = None,
     console: bool = True,
-    key_digests: Sequence[bytes] = (),
+    api_keys: Sequence[ApiKey] = (),
 ) -> web.AppRunner:
     """Serve `backend` until the runner's `cleanup` is awaited. Port 0 takes a free one; `bound_port` tells which.
 
     Raises `StartupError` when the address cannot be had.
     """
-    return await run_app_on(backend, bind(host, port), tracing=tracing, console=console, key_digests=key_digests)
+    return await run_app_on(backend, bind(host, port), tracing=tracing, console=console, api_keys=api_keys)
 
 
 async def run_app_on(
@@ -84,15 +85,13 @@ async def run_app_on(
     acceptors: int = ACCEPTORS,
     tracing: Tracing | None = None,
     console: bool = True,
-    key_digests: Sequence[bytes] = (),
+    api_keys: Sequence[ApiKey] = (),
 ) -> web.AppRunner:
     """Serve `backend` on bound sockets, which the runner then owns.
 
     Raises `StartupError` when they cannot listen.
     """
-    runner = Runner(
-        make_app(backend, tracing, console=console, key_digests=key_digests), shutdown_timeout=SHUTDOWN_SECONDS
-    )
+    runner = Runner(make_app(backend, tracing, console=console, api_keys=api_keys), shutdown_timeout=SHUTDOWN_SECONDS)
     await runner.setup()
     try:
         for listener in sockets:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Unpack
 
 from asyncengine.chat_prompt import ChatPrompt
 from asyncengine.delta import Delta
 from asyncengine.engine_info import EngineInfo, Health
 from asyncengine.metrics import Totals
 from asyncengine.prompt_messages import TokenizedPrompt
+from asyncengine.request_terms import TenantTerms
 from asyncengine.sampling import SamplingParams
 
 Prompt = str | Sequence[int] | ChatPrompt
@@ -47,7 +48,13 @@ class Backend(Protocol):
     def totals(self) -> Totals: ...
 
     def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, namespace: str = "", request_id: str = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        namespace: str = "",
+        request_id: str = "",
+        **terms: Unpack[TenantTerms],
     ) -> AsyncGenerator[Delta, None]: ...
 
     def subscribe(
@@ -58,9 +65,12 @@ class Backend(Protocol):
         listener: Callable[[], None],
         namespace: str = "",
         request_id: str = "",
+        **terms: Unpack[TenantTerms],
     ) -> Subscription: ...
 
-    async def cancel(self, request_id: str) -> bool: ...
+    async def cancel(self, request_id: str, *, tenant: str = "") -> bool: ...
+
+    async def release_session(self, session: str, *, tenant: str = "") -> None: ...
 
     async def tokenize(
         self, prompt: str | ChatPrompt, *, add_special_tokens: bool = True, texts: bool = False

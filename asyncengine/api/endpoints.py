@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 from aiohttp import web
 
-from asyncengine.api.errors import BodyTimeoutError, ErrorJson, NotFoundError, UnauthorizedError
+from asyncengine.api.errors import BodyTimeoutError, ErrorJson, ForbiddenError, NotFoundError, UnauthorizedError
 from asyncengine.errors import (
     EngineDeadError,
     InvalidRequestError,
@@ -24,6 +24,7 @@ fault of ours may show anywhere."""
 ROUTE_WITH_BODY = (BodyTimeoutError.status, web.HTTPRequestEntityTooLarge.status_code)
 ENGINE_CALL = (QueueFullError.status, OverloadedError.status, RequestTimeoutError.status)
 NAMED_THING = (NotFoundError.status,)
+ASKED_TERMS = (ForbiddenError.status,)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

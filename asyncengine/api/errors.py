@@ -32,6 +32,12 @@ class UnauthorizedError(InvalidRequestError):
     status = 401
 
 
+class ForbiddenError(InvalidRequestError):
+    """The caller's key is not for what it asks."""
+
+    status = 403
+
+
 class BodyTimeoutError(InvalidRequestError):
     """The client began a request and did not go on with it."""
 

@@ -19,6 +19,7 @@ from asyncengine.api.sse import DONE, EventStream, event
 from asyncengine.api.usage import UsageCounter
 from asyncengine.delta import Delta
 from asyncengine.errors import EngineError
+from asyncengine.request_terms import TenantTerms
 from asyncengine.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Generation:
         prompts: Sequence[Prompt],
         params: SamplingParams,
         namespace: str,
+        terms: TenantTerms,
         shape: Shape,
         include_usage: bool,
         parser: Callable[[int], DeltaParser | None] = lambda _: None,
@@ -55,6 +57,7 @@ class Generation:
         self._prompts = prompts
         self._params = params
         self._namespace = namespace
+        self._terms = terms
         self._shape = shape
         self._include_usage = include_usage
         self._usage = UsageCounter(n=params.n)
@@ -87,6 +90,7 @@ class Generation:
             self._params,
             namespace=self._namespace,
             request_id=self._shape.id,
+            terms=self._terms,
             events=self._events,
             out=out,
         )
@@ -128,7 +132,9 @@ class Generation:
 
     async def _news(self) -> AsyncGenerator[News, None]:
         streams = [
-            self._backend.generate(prompt, self._params, namespace=self._namespace, request_id=self._shape.id)
+            self._backend.generate(
+                prompt, self._params, namespace=self._namespace, request_id=self._shape.id, **self._terms
+            )
             for prompt in self._prompts
         ]
         async with aclosing(merge(streams, self._params.n)) as batches:

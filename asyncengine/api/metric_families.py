@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from asyncengine.api.exposition import Family, Sample, exposition, histogram_samples
 from asyncengine.config import SIDECARS
 from asyncengine.engine_info import Health
-from asyncengine.metrics import FINISH_REASONS, Totals
+from asyncengine.metrics import FINISH_REASONS, SERVICE_CLASSES, Totals
 
 _GAUGES = (
     ("vllm:num_requests_running", "running", "Requests in the running batch."),
@@ -28,6 +28,17 @@ _COUNTERS = (
     ("asyncengine:steps_total", "steps", "Steps launched."),
     ("asyncengine:prefill_tokens_total", "prefill_tokens", "Prompt tokens computed, not found in the prefix cache."),
 )
+_ALWAYS_GAUGES = (
+    ("asyncengine:host_kv_cache_pages", "host_pages_total", "Pages of the KV cache's part in host memory."),
+    ("asyncengine:host_kv_cache_used_pages", "host_pages_used", "Pages of that part that hold something."),
+    ("asyncengine:session_pinned_pages", "pinned_pages", "Pages that are kept for sessions."),
+)
+_ALWAYS_COUNTERS = (
+    ("asyncengine:host_kv_cache_hit_tokens_total", "host_hit_tokens", "Tokens found in host memory."),
+    ("asyncengine:kv_pages_loaded_total", "kv_loads", "Pages copied from host memory to the device."),
+    ("asyncengine:kv_pages_stored_total", "kv_stores", "Pages copied from the device to host memory."),
+)
+"""Of what an engine need not have: 0 where it says nothing of it."""
 _TOTALS = (
     ("vllm:prompt_tokens_total", "prompt_tokens", "Prompt tokens of the requests that have begun to answer."),
     ("vllm:generation_tokens_total", "generation_tokens", "Tokens generated."),
@@ -66,6 +77,13 @@ def _from_gauges(gauges: Mapping[str, int]) -> Iterator[Family]:
     for name, key, text in _COUNTERS:
         if key in gauges:
             yield Family(name, "counter", text, [Sample(gauges[key])])
+    for name, key, text in _ALWAYS_GAUGES:
+        yield Family(name, "gauge", text, [Sample(gauges.get(key, 0))])
+    for name, key, text in _ALWAYS_COUNTERS:
+        yield Family(name, "counter", text, [Sample(gauges.get(key, 0))])
+    text = "How far off the latest steps' predicted times were, as a share of the measured ones; 0 is not at all."
+    error = gauges.get("step_time_error_permille", 0) / 1000
+    yield Family("asyncengine:step_time_error_ratio", "gauge", text, [Sample(error)])
     if total := gauges.get("total_pages"):
         used = 1 - (gauges["free_pages"] + gauges["cached_pages"]) / total
         yield Family("vllm:kv_cache_usage_perc", "gauge", "Share of the KV cache in use; 1 is all.", [Sample(used)])
@@ -94,6 +112,23 @@ def _from_totals(totals: Totals) -> Iterator[Family]:
     yield Family("asyncengine:api_gc_pause_seconds_total", "counter", text, [seconds])
     ends = [Sample(totals.counters[f"finished_{reason}"], {"finished_reason": reason}) for reason in FINISH_REASONS]
     yield Family("vllm:request_success_total", "counter", "Requests that have ended, by the reason.", ends)
+    text = "Requests that have answered to an end of their own, by class."
+    measured = [Sample(totals.counters[f"measured_{name}"], {"service_class": name}) for name in SERVICE_CLASSES]
+    yield Family("asyncengine:requests_measured_total", "counter", text, measured)
+    text = "Those of them that kept to a target of their class: ttft, or gap, which is their mean time between tokens."
+    within = [
+        Sample(totals.counters[f"within_{target}_{name}"], {"service_class": name, "target": target})
+        for name in SERVICE_CLASSES
+        for target in ("ttft", "gap")
+    ]
+    yield Family("asyncengine:requests_within_target_total", "counter", text, within)
+    text = "Tokens by the tenant that they were computed for: of prompts, as they begin to be answered, and of answers."
+    tenants = [
+        Sample(count, {"tenant": tenant, "kind": kind})
+        for tenant, tokens in sorted(totals.tenants.items())
+        for kind, count in tokens._asdict().items()
+    ]
+    yield Family("asyncengine:tenant_tokens_total", "counter", text, tenants)
     for name, key, text in _HISTOGRAMS:
         values = totals.histograms[key]
         yield Family(name, "histogram", text, histogram_samples(values.bounds, values.counts, values.total))

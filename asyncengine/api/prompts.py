@@ -31,6 +31,11 @@ def completion_prompts(request: CompletionRequest) -> list[str | list[int]]:
         return [given]  # type: ignore[list-item]  # all are ids, as just seen
     if kinds not in ({str}, {list}):
         raise InvalidRequestError("prompt must not mix texts, token ids and lists of token ids", param="prompt")
+    if request.session is not None and len(given) > 1:
+        raise InvalidRequestError(
+            f"session names what the next request begins with, so there can be one prompt; got {len(given)}",
+            param="session",
+        )
     if len(given) > MAX_PROMPTS or len(given) * request.num_choices > MAX_CHOICES:
         raise InvalidRequestError(
             f"a request may have {MAX_PROMPTS} prompts, and {MAX_CHOICES} prompts times n; "

@@ -9,6 +9,7 @@ from asyncengine.api.backend import Backend, Prompt, Subscription
 from asyncengine.api.merge import News
 from asyncengine.api.sse import EventStream
 from asyncengine.errors import EngineError
+from asyncengine.request_terms import TenantTerms
 from asyncengine.sampling import SamplingParams
 
 MAX_PENDING_BYTES = 4 * 1024 * 1024
@@ -32,8 +33,9 @@ class Relay:
         *,
         events: Callable[[News], bytes],
         out: EventStream,
-        namespace: str = "",
-        request_id: str = "",
+        namespace: str,
+        request_id: str,
+        terms: TenantTerms,
     ) -> None:
         self._n = params.n
         self._events = events
@@ -45,7 +47,7 @@ class Relay:
         try:
             for prompt in prompts:
                 subscription = backend.subscribe(
-                    prompt, params, listener=self._hear, namespace=namespace, request_id=request_id
+                    prompt, params, listener=self._hear, namespace=namespace, request_id=request_id, **terms
                 )
                 self._subscriptions.append(subscription)
         except BaseException:

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 import msgspec
 from aiohttp import web
 
+from asyncengine.api.access import service_class_of, tenant_of
 from asyncengine.api.backend import Backend, Prompt
 from asyncengine.api.chat_turn import chat_turn
 from asyncengine.api.echo import Echo
-from asyncengine.api.endpoints import ENGINE_CALL, NAMED_THING, Endpoint, Header
+from asyncengine.api.endpoints import ASKED_TERMS, ENGINE_CALL, NAMED_THING, Endpoint, Header
 from asyncengine.api.errors import NotFoundError
 from asyncengine.api.generation import DeltaParser, Generation
 from asyncengine.api.patience import Patience
@@ -68,6 +69,11 @@ class CancelledJson(msgspec.Struct, frozen=True, kw_only=True):
     status: str = "cancelled"
 
 
+class ReleasedJson(msgspec.Struct, frozen=True, kw_only=True):
+    session: str
+    released: bool = True
+
+
 class Routes:
     """Handlers of one engine."""
 
@@ -89,7 +95,7 @@ class Routes:
                 answer=CompletionJson,
                 answer_headers=(IGNORED_FIELDS,),
                 event=CompletionChunkJson,
-                errors=(*NAMED_THING, *ENGINE_CALL),
+                errors=(*ASKED_TERMS, *NAMED_THING, *ENGINE_CALL),
             ),
             Endpoint(
                 method="POST",
@@ -103,7 +109,7 @@ class Routes:
                 answer=ChatCompletionJson,
                 answer_headers=(IGNORED_FIELDS,),
                 event=ChatCompletionChunkJson,
-                errors=(*NAMED_THING, *ENGINE_CALL),
+                errors=(*ASKED_TERMS, *NAMED_THING, *ENGINE_CALL),
             ),
             Endpoint(
                 method="POST",
@@ -113,6 +119,14 @@ class Routes:
                 handler=self.cancel,
                 answer=CancelledJson,
                 errors=(*NAMED_THING, *ENGINE_CALL),
+            ),
+            Endpoint(
+                method="POST",
+                path="/v1/sessions/{session}/release",
+                name="release_session",
+                summary="Keep a session's prefix no longer",
+                handler=self.release_session,
+                answer=ReleasedJson,
             ),
             Endpoint(
                 method="GET",
@@ -174,9 +188,14 @@ class Routes:
 
     async def cancel(self, request: web.Request) -> web.Response:
         name = request.match_info["id"]
-        if not await self._backend.cancel(name):
+        if not await self._backend.cancel(name, tenant=tenant_of(request)):
             raise NotFoundError(f"no request {name[:128]!r} is running", code="request_not_found", param="id")
         return json_response(CancelledJson(id=name))
+
+    async def release_session(self, request: web.Request) -> web.Response:
+        session = request.match_info["session"]
+        await self._backend.release_session(session, tenant=tenant_of(request))
+        return json_response(ReleasedJson(session=session))
 
     async def models(self, request: web.Request) -> web.Response:
         return json_response(ModelListJson(data=[self._model_json()]))
@@ -225,6 +244,12 @@ class Routes:
             prompts=prompts,
             params=params,
             namespace=asked.cache_salt or "",
+            terms={
+                "tenant": tenant_of(request),
+                "service_class": service_class_of(request, asked.service_class),
+                "session": asked.session,
+                "session_ttl_seconds": asked.session_ttl_seconds,
+            },
             shape=answer,
             include_usage=include_usage,
             parser=parser,

@@ -11,7 +11,9 @@ from asyncengine.api.json_body import decode_body
 from asyncengine.api.structured import ResponseFormat, StructuredOutputs, structured_of
 from asyncengine.api.tools import ToolChoice, Tools
 from asyncengine.api.unsupported import NO_EFFECT_IN_CHAT, NO_EFFECT_IN_COMPLETIONS, ignored_fields
+from asyncengine.config import ServiceClass
 from asyncengine.errors import InvalidRequestError
+from asyncengine.request_terms import MAX_NAME_CHARS, MAX_SESSION_SECONDS
 from asyncengine.sampling import (
     INT32_MAX,
     MAX_LOGIT_BIAS,
@@ -64,6 +66,7 @@ Prompts = Annotated[
 Name = Annotated[str, Meta(max_length=512)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
 ToolCalls = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOL_CALLS)]
+SessionName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 RequestName = Annotated[str, Meta(pattern=REQUEST_NAME)]
 TemplateValue = bool | Annotated[str, Meta(max_length=64)]
 TemplateKwargs = Annotated[
@@ -90,7 +93,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: each choice also carries its new `token_ids`. timings: each choice says at its end where its time
     went (see `api.timings`). request_id: part of the answer's id, by which the
     request can be cancelled; without it one is drawn. cache_salt: cached prefixes are shared among requests with the
-    same one. user: names the person that the client acts for, and changes nothing.
+    same one. service_class, session, session_ttl_seconds: see `request_terms.AskedTerms`. user: names the person that
+    the client acts for, and changes nothing.
     """
 
     model: Name | None = None
@@ -122,6 +126,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     timings: bool | None = None
     request_id: RequestName | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
+    service_class: ServiceClass | None = None
+    session: SessionName | None = None
+    session_ttl_seconds: Annotated[float, Meta(gt=0, le=MAX_SESSION_SECONDS)] | None = None
     user: Name | None = None
 
     @property

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from asyncengine.delta import Delta
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """session_tokens: what the request's session had before it, if there was such a session; first_differing_token:
+    where the prompt ceases to be that, if it does (see `Delta`)."""
+
     cached_tokens: int
+    session_tokens: int | UnsetType = UNSET
+    first_differing_token: int | UnsetType = UNSET
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -22,7 +28,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 def usage_of(delta: Delta) -> Usage:
     """Usage of one choice so far."""
-    return _usage(delta.prompt_tokens, delta.completion_tokens, delta.cached_tokens)
+    return _usage(delta.prompt_tokens, delta.completion_tokens, delta.cached_tokens, delta)
 
 
 class UsageCounter:
@@ -42,8 +48,14 @@ class UsageCounter:
             sum(delta.prompt_tokens for delta in firsts),
             sum(delta.completion_tokens for delta in self._latest.values()),
             sum(delta.cached_tokens for delta in firsts),
+            firsts[0] if firsts else None,
         )
 
 
-def _usage(prompt: int, completion: int, cached: int) -> Usage:
-    return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+def _usage(prompt: int, completion: int, cached: int, first: Delta | None) -> Usage:
+    """first: of the choices; a request with a session has only one prompt."""
+    details = PromptTokensDetails(cached)
+    if first is not None and first.session_tokens is not None:
+        differs = first.first_differing_token
+        details = PromptTokensDetails(cached, first.session_tokens, UNSET if differs is None else differs)
+    return Usage(prompt, completion, prompt + completion, details)

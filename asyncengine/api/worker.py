@@ -32,8 +32,7 @@ class ApiWorker(FrontEnd):
     """The front end of one API worker; `health` and the gauges are what its parent said last."""
 
     def __init__(self, config: SidecarConfig, pipes: Pipes) -> None:
-        super().__init__(worker=config.index, workers=config.api_workers)
-        self._tokenizer_workers = config.engine.tokenizer_workers
+        super().__init__(config.engine, worker=config.index, workers=config.api_workers)
         self._health = Health(state="starting", detail="the engine is starting")
         self._gauges: dict[str, int] = {}
         self._begun = asyncio.Event()
@@ -85,7 +84,7 @@ class ApiWorker(FrontEnd):
             self._relink(msgspec.convert(role, Role), int(index), life)
         if not self._begun.is_set():
             info = msgspec.convert(status.info, EngineInfo)
-            self._serve(info, tokenizer_workers=self._tokenizer_workers)
+            self._serve(info, tokenizer_workers=self._config.tokenizer_workers)
             self._begun.set()
 
 
@@ -110,7 +109,7 @@ async def _serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> Non
                 acceptors=ACCEPTORS,
                 tracing=tracing,
                 console=config.console,
-                key_digests=config.key_digests,
+                api_keys=config.api_keys,
             )
             await worker.ended()
             await runner.cleanup()

@@ -19,7 +19,7 @@ import msgspec
 
 from asyncengine.api.app import BACKLOG, cannot_listen
 from asyncengine.children import ApiWorkers
-from asyncengine.config import EngineConfig, Role
+from asyncengine.config import ApiKey, EngineConfig, Role
 from asyncengine.engine_info import DRAINING, EngineInfo, Health
 from asyncengine.errors import StartupError
 from asyncengine.startup_progress import StartupProgress
@@ -46,7 +46,7 @@ class WorkerGroup:
         *,
         workers: int,
         console: bool = True,
-        key_digests: tuple[bytes, ...] = (),
+        api_keys: tuple[ApiKey, ...] = (),
         progress: StartupProgress | None = None,
         modules: Mapping[Role, str] | None = None,
     ) -> None:
@@ -58,7 +58,7 @@ class WorkerGroup:
             on_relink=self._relink,
             progress=progress,
             modules=modules,
-            api_workers=ApiWorkers(workers, tuple(listener.fileno() for listener in sockets), key_digests, console),
+            api_workers=ApiWorkers(workers, tuple(listener.fileno() for listener in sockets), api_keys, console),
         )
         self._health = Health(state="starting", detail="the engine is starting")
         self._senders: list[Sender] = []

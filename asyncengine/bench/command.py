@@ -24,8 +24,10 @@ import asyncio
 import json
 import os
 from pathlib import Path
+from typing import get_args
 from urllib.parse import urlsplit
 
+from asyncengine.config import ServiceClass
 from asyncengine.errors import EngineError
 
 MOST_PROCESSES = 8
@@ -74,6 +76,11 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
         default=(1000, 32000),
         metavar="LOW:HIGH",
         help="ids of prompts, HIGH not among them (default: 1000:32000)",
+    )
+    parser.add_argument(
+        "--service-class",
+        choices=get_args(ServiceClass),
+        help="of all requests; only this project's server knows it (default: what the server takes)",
     )
     parser.add_argument(
         "--goodput",

@@ -102,6 +102,7 @@ class LoadWorker:
                 "ignore_eos": True,
                 "stream": True,
                 "stream_options": {"include_usage": True},
+                **task.extra,
             }
         )
         headers = {

@@ -17,7 +17,8 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """concurrency: requests under way at any time (closed loop), or None to send each when due (open loop).
 
-    vocab: prompts are random ids from the first to below the second.
+    vocab: prompts are random ids from the first to below the second. extra: fields of each body besides those that any
+    server knows.
     """
 
     host: str
@@ -30,6 +31,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     vocab: tuple[int, int]
     seed: int
     timeout_s: float
+    extra: dict[str, str] = {}
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

@@ -40,10 +40,12 @@ class PromptColumns(Wire, frozen=True, tag=24):
 
 class Openings(Wire, frozen=True, tag=35):
     """Requests of a `Deltas` that appear for the first time. rows: int32 [O], their places in it. stamps: int64 [O, 3],
-    `queued_ns`, `started_ns` and `first_token_ns` of each one's `Open`."""
+    `queued_ns`, `started_ns` and `first_token_ns` of each one's `Open`. sessions: int32 [O, 2], its `session_tokens`
+    and `session_common`; empty where none of them had a session that was known."""
 
     rows: bytes
     stamps: bytes
+    sessions: bytes = b""
 
 
 class Marks(Wire, frozen=True, tag=26):
@@ -121,12 +123,13 @@ class Detokenized(Wire, frozen=True, tag=37):
 
 
 class Cancel(Wire, frozen=True, tag=38):
-    """API worker `worker`, which has no such request, asks another one to cancel `request_id`, if that has it; answered
-    with `Cancelled`. call: the asker's number for this."""
+    """API worker `worker`, which has no such request, asks another one to cancel `request_id`, of `tenant`, if
+    that has it; answered with `Cancelled`. call: the asker's number for this."""
 
     call: int
     worker: int
     request_id: str
+    tenant: str = ""
 
 
 class Cancelled(Wire, frozen=True, tag=39):

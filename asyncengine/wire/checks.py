@@ -73,6 +73,7 @@ def _open(message: Open) -> None:
     _require(0 <= message.rid < MAX_RID and 0 <= message.prompt_tokens < 2**31 and 0 <= message.cached_tokens < 2**31)
     _require(all(0 <= stamp < 2**63 for stamp in (message.queued_ns, message.started_ns, message.first_token_ns)))
     _require(len(message.resumed) % 4 == 0 and message.shown >= 0)
+    _require(-1 <= message.session_tokens < 2**31 and 0 <= message.session_common < 2**31)
     if message.prompt is not None:
         _prompt_logprobs(message.prompt)
 
@@ -106,6 +107,7 @@ def _prompt_columns(message: PromptColumns) -> None:
 
 def _openings(message: Openings) -> None:
     _require(len(message.stamps) == 6 * len(message.rows))
+    _require(len(message.sessions) in (0, 2 * len(message.rows)))
 
 
 def _marks(message: Marks) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
+from typing import Unpack
 
 from asyncengine.chat_prompt import ChatPrompt
 from asyncengine.delta import Delta
@@ -14,7 +15,9 @@ from asyncengine.errors import EngineError, InvalidRequestError
 from asyncengine.logprobs import PromptLogprob, TokenLogprob, TopLogprob
 from asyncengine.metrics import COUNTERS, HISTOGRAMS, HistogramTotals, Totals
 from asyncengine.prompt_messages import TokenizedPrompt
+from asyncengine.request_terms import TenantTerms, check_session, resolve_terms
 from asyncengine.sampling import SamplingParams
+from asyncengine.terms import Terms
 from asyncengine.timeline import Timeline
 
 MODEL = "org/fake-model"
@@ -31,8 +34,9 @@ class FakeBackend:
     Asked for log-probabilities, token number `k` has -k/2, and the most likely ones are those before it. Each character
     or id of a prompt is a token, of rank 2; token number `k` has -k/4, behind a token that starts a text.
 
-    names: namespace and request id of each call. timeline: of every choice. A token is a byte of text; cancelling
-    succeeds for a completion.
+    names: namespace and request id of each call; terms: what it asks for. session: `session_tokens` and
+    `first_differing_token` of every choice. cancelled, released: with the tenant that asked. timeline: of every choice.
+    A token is a byte of text; cancelling succeeds for a completion.
 
     refusal: raised at the first iteration. failure: raised after `fail_after` deltas. hold_after: after so many deltas
     of a stream, wait until the stream is closed.
@@ -65,7 +69,10 @@ class FakeBackend:
         self.calls: list[tuple[str | Sequence[int] | ChatPrompt, SamplingParams]] = []
         self.timeline: Timeline | None = None
         self.names: list[tuple[str, str]] = []
-        self.cancelled: list[str] = []
+        self.terms: list[Terms] = []
+        self.session: tuple[int | None, int | None] = (None, None)
+        self.cancelled: list[tuple[str, str]] = []
+        self.released: list[tuple[str, str]] = []
         self.completed = 0
         self.left_early = 0
 
@@ -89,11 +96,13 @@ class FakeBackend:
         *,
         namespace: str = "",
         request_id: str = "",
+        **terms: Unpack[TenantTerms],
     ) -> AsyncGenerator[Delta, None]:
         params = params or SamplingParams()
         self.calls.append((prompt, params))
         self.names.append((namespace, request_id))
         try:
+            self.terms.append(resolve_terms(terms, default_class="interactive"))
             size = self._check(prompt)
             await asyncio.sleep(0)
             sent = 0
@@ -125,14 +134,19 @@ class FakeBackend:
         listener: Callable[[], None],
         namespace: str = "",
         request_id: str = "",
+        **terms: Unpack[TenantTerms],
     ) -> FakeSubscription:
         params = params or SamplingParams()
-        deltas = self.generate(prompt, params, namespace=namespace, request_id=request_id)
+        deltas = self.generate(prompt, params, namespace=namespace, request_id=request_id, **terms)
         return FakeSubscription(deltas, n=params.n, listener=listener)
 
-    async def cancel(self, request_id: str) -> bool:
-        self.cancelled.append(request_id)
+    async def cancel(self, request_id: str, *, tenant: str = "") -> bool:
+        self.cancelled.append((tenant, request_id))
         return request_id.startswith("cmpl-")
+
+    async def release_session(self, session: str, *, tenant: str = "") -> None:
+        check_session(session)
+        self.released.append((tenant, session))
 
     async def tokenize(
         self, prompt: str | ChatPrompt, *, add_special_tokens: bool = True, texts: bool = False
@@ -180,6 +194,8 @@ class FakeBackend:
             token_ids=[100 + count],
             prompt_tokens=size,
             cached_tokens=size - 1,
+            session_tokens=self.session[0],
+            first_differing_token=self.session[1],
             completion_tokens=count,
             finish_reason=finish,
             stop_reason=stop_reason,

@@ -38,6 +38,9 @@ BOTH: dict[str, dict[str, Any]] = {
     "timings": {"timings": True},
     "request_id": {"request_id": "mine"},
     "cache_salt": {"cache_salt": "tenant"},
+    "service_class": {"service_class": "background"},
+    "session": {"session": "agent 7/ü"},
+    "session_ttl_seconds": {"session": "agent 7/ü", "session_ttl_seconds": 60},
     "response_format": {"response_format": {"type": "json_object"}},
     "structured_outputs": {"structured_outputs": {"choice": ["a", "b"]}},
 }

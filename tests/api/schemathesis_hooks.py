@@ -31,6 +31,8 @@ def agree(body: dict[str, Any], *, tokenize: bool) -> None:
             message["content"] = "a"
     if tokenize and messages and body.get("add_special_tokens", True) is True:
         body["add_special_tokens"] = False
+    if "session_ttl_seconds" in body and body.get("session") is None:
+        body["session"] = "agent"
     for name, needed in (("stream_options", "stream"), ("top_logprobs", "logprobs")):
         if name in body and (body.get(needed) is None or body[needed] is False):
             body[needed] = True

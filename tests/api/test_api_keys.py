@@ -15,17 +15,18 @@ from fake_backend import FakeBackend
 from asyncengine import api_keys
 from asyncengine.api.access import OPEN_ROUTES
 from asyncengine.api.app import bound_port, make_app, run_app
-from asyncengine.api_keys import API_KEY_VARIABLE, digest_of, is_known, read_api_keys
+from asyncengine.api_keys import API_KEY_VARIABLE, digest_of, known_key, read_api_keys
 from asyncengine.client import AsyncClient
+from asyncengine.config import ApiKey, ServiceClass
 from asyncengine.errors import InvalidRequestError, StartupError
 
 KEYS = ("first-key-of-two", "second-key~!#$%")
-DIGESTS = tuple(map(digest_of, KEYS))
+API_KEYS = tuple(ApiKey(digest=digest_of(key), tenant=tenant) for key, tenant in zip(KEYS, "ab", strict=True))
 
 
 @pytest.fixture
 async def url(backend: FakeBackend) -> AsyncIterator[str]:
-    runner = await run_app(backend, "127.0.0.1", 0, key_digests=DIGESTS)
+    runner = await run_app(backend, "127.0.0.1", 0, api_keys=API_KEYS)
     yield f"http://127.0.0.1:{bound_port(runner)}"
     await runner.cleanup()
 
@@ -40,7 +41,7 @@ async def test_every_route_of_the_router_is_closed_unless_it_is_listed(url: str,
     async with aiohttp.ClientSession() as session:
         for route in routes:
             assert route.resource is not None
-            path = route.resource.canonical.replace("{model}", "x").replace("{id}", "x")
+            path = route.resource.canonical.replace("{model}", "x").replace("{id}", "x").replace("{session}", "x")
             for method in ("GET", "POST", "HEAD", "OPTIONS", "PUT"):
                 async with session.request(method, url + path) as response:
                     if response.status != 401:
@@ -79,7 +80,7 @@ async def test_each_of_the_keys_opens_and_nothing_else_does(url: str, backend: F
             bearer(KEYS[0][:-1]),
             bearer(KEYS[0] + "x"),
             bearer(KEYS[0].upper()),
-            bearer(DIGESTS[0].hex()),
+            bearer(API_KEYS[0].digest.hex()),
             bearer("é" * 8),
             {"Authorization": KEYS[0]},
             {"Authorization": f"Basic {KEYS[0]}"},
@@ -110,13 +111,37 @@ async def test_our_own_client_shows_its_key(url: str) -> None:
             await client.models()
 
 
+def read(path: Path | None, **environ: str) -> list[tuple[bytes, str, ServiceClass | None]]:
+    keys = read_api_keys(None if path is None else str(path), environ)
+    return [(key.digest, key.tenant, key.service_class) for key in keys]
+
+
 def test_keys_come_from_a_file_and_from_the_environment(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(f"\n{KEYS[0]}\n  {KEYS[1]}  \r\n")
-    assert read_api_keys(None, {}) == ()
-    assert read_api_keys(str(path), {}) == KEYS
-    assert read_api_keys(str(path), {API_KEY_VARIABLE: "another-key"}) == (*KEYS, "another-key")
-    assert read_api_keys(None, {API_KEY_VARIABLE: "another-key"}) == ("another-key",)
+    first, second = (digest_of(key) for key in KEYS)
+    another = {API_KEY_VARIABLE: "another-key"}
+    assert read(None) == []
+    assert [digest for digest, _, _ in read(path)] == [first, second]
+    assert [digest for digest, _, _ in read(path, **another)] == [first, second, digest_of("another-key")]
+    assert [digest for digest, _, _ in read(None, **another)] == [digest_of("another-key")]
+    assert read(path, **{API_KEY_VARIABLE: KEYS[1]}) == read(path)
+
+
+def test_a_key_says_whose_it_is_and_what_for(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(
+        "first-key-of-team tenant=team.A_1-x\nsecond-key-of-team  class=background\ttenant=team.A_1-x\n"
+        "a-person's-key class=interactive\nnobody's-key\n"
+    )
+    person, nobody = "key-c9e964f2d9d3", "key-4c1337177af8"
+    assert read(path) == [
+        (digest_of("first-key-of-team"), "team.A_1-x", None),
+        (digest_of("second-key-of-team"), "team.A_1-x", "background"),
+        (digest_of("a-person's-key"), person, "interactive"),
+        (digest_of("nobody's-key"), nobody, None),
+    ]
+    assert nobody.removeprefix("key-") not in digest_of("nobody's-key").hex()
 
 
 @pytest.mark.parametrize(
@@ -128,6 +153,12 @@ def test_keys_come_from_a_file_and_from_the_environment(tmp_path: Path) -> None:
         (b"with a space in it", "line 1 of "),
         (b"\xff" * 9, "it is not UTF-8"),
         ("schlüssel-mit-ü".encode(), "line 1 of "),
+        (b"good-enough tenant=", "behind the API key in line 1 of "),
+        (b"good-enough tenant=a/b", "behind the API key in line 1 of "),
+        (b"good-enough tenant=" + b"a" * 65, "behind the API key in line 1 of "),
+        (b"good-enough class=best", "behind the API key in line 1 of "),
+        (b"good-enough short", "behind the API key in line 1 of "),
+        (b"good-enough\ngood-enough tenant=a", "line 2 of "),
     ],
 )
 def test_a_file_that_holds_no_keys_is_refused_without_showing_it(tmp_path: Path, text: bytes, said: str) -> None:
@@ -152,7 +183,55 @@ def test_keys_are_compared_in_constant_time_and_all_of_them(monkeypatch: pytest.
         return shown == digest
 
     monkeypatch.setattr(api_keys.hmac, "compare_digest", compare)
-    assert is_known(KEYS[0], DIGESTS)
+    assert known_key(KEYS[0], API_KEYS) is API_KEYS[0]
     assert len(compared) == 2
     assert {len(side) for pair in compared for side in pair} == {32}
-    assert "==" not in inspect.getsource(is_known)
+    assert "==" not in inspect.getsource(known_key)
+
+
+# ------------------------------------------------------------------------------------------------------------ tenants
+
+
+async def test_a_request_is_its_keys_tenants_whatever_it_says(url: str, backend: FakeBackend) -> None:
+    async with aiohttp.ClientSession() as session:
+        for key in KEYS:
+            body = {"prompt": "a", "tenant": "b", "session": "s"}
+            async with session.post(url + COMPLETIONS, json=body, headers=bearer(key)) as response:
+                assert response.status == 200
+                assert response.headers["x-ignored-fields"] == "tenant"
+            async with session.post(f"{url}/v1/requests/cmpl-x/cancel", headers=bearer(key)) as response:
+                assert response.status == 200
+            async with session.post(f"{url}/v1/sessions/s/release", headers=bearer(key)) as response:
+                assert await response.json() == {"session": "s", "released": True}
+    assert [(terms.tenant, terms.session) for terms in backend.terms] == [("a", "s"), ("b", "s")]
+    assert backend.cancelled == [("a", "cmpl-x"), ("b", "cmpl-x")]
+    assert backend.released == [("a", "s"), ("b", "s")]
+
+
+@pytest.mark.parametrize(
+    ("of_key", "asked", "given"),
+    [
+        (None, None, "interactive"),
+        (None, "background", "background"),
+        ("interactive", None, "interactive"),
+        ("interactive", "background", "background"),
+        ("background", None, "background"),
+        ("background", "background", "background"),
+        ("background", "interactive", None),
+    ],
+)
+async def test_a_keys_class_is_that_of_its_requests_and_they_may_ask_for_less(
+    backend: FakeBackend, of_key: ServiceClass | None, asked: ServiceClass | None, given: ServiceClass | None
+) -> None:
+    key = ApiKey(digest=digest_of(KEYS[0]), tenant="a", service_class=of_key)
+    runner = await run_app(backend, "127.0.0.1", 0, api_keys=[key])
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{bound_port(runner)}", headers=bearer(KEYS[0])) as session:
+        for stream in (False, True):
+            body = {"prompt": "a", "service_class": asked, "stream": stream}
+            async with session.post(COMPLETIONS, json=body) as response:
+                assert response.status == (403 if given is None else 200)
+                if given is None:
+                    error = (await response.json())["error"]
+                    assert (error["code"], error["param"]) == ("service_class_not_allowed", "service_class")
+    assert [terms.service_class for terms in backend.terms] == [given] * 2 * (given is not None)
+    await runner.cleanup()

@@ -7,6 +7,7 @@ import math
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from api_server import COMPLETIONS, Server
 from fake_backend import MODEL, FakeBackend
@@ -15,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from asyncengine.api.exposition import Family, Sample, exposition, histogram_samples
 from asyncengine.api.metric_families import _COUNTERS, _GAUGES, metrics_text
 from asyncengine.engine_info import Health
+from asyncengine.tenant_table import TenantTokens
 
 LABELS = {"model_name": MODEL, "engine": "0"}
 
@@ -51,6 +53,13 @@ async def test_gauges_and_totals_have_the_names_that_operators_know(server: Serv
         "gpu_runner_restarts": 2,
         "tokenizer_proc_restarts": 0,
         "detokenizer_proc_restarts": 1,
+        "host_pages_total": 50,
+        "host_pages_used": 20,
+        "host_hit_tokens": 160,
+        "kv_loads": 12,
+        "kv_stores": 34,
+        "pinned_pages": 5,
+        "step_time_error_permille": 125,
     }
     page = await scrape(server)
     for name, value in {
@@ -65,6 +74,13 @@ async def test_gauges_and_totals_have_the_names_that_operators_know(server: Serv
         "asyncengine:gpu_busy_ratio": 0.985,
         "asyncengine:host_us_per_step": 76,
         "asyncengine:ready": 1,
+        "asyncengine:host_kv_cache_pages": 50,
+        "asyncengine:host_kv_cache_used_pages": 20,
+        "asyncengine:host_kv_cache_hit_tokens_total": 160,
+        "asyncengine:kv_pages_loaded_total": 12,
+        "asyncengine:kv_pages_stored_total": 34,
+        "asyncengine:session_pinned_pages": 5,
+        "asyncengine:step_time_error_ratio": 0.125,
     }.items():
         assert page[name] == {(): pytest.approx(value)}, name
     assert page["vllm:request_success_total"] == {("stop",): 7, ("length",): 7, ("abort",): 7, ("error",): 7}
@@ -76,6 +92,27 @@ async def test_gauges_and_totals_have_the_names_that_operators_know(server: Serv
         *("request_queue_time", "request_prefill_time", "request_decode_time", "request_inference_time"),
     ):
         assert page[f"vllm:{name}_seconds_bucket"]["+Inf",] == page[f"vllm:{name}_seconds_count"][()] == 0
+
+
+async def test_targets_are_counted_by_class_and_tokens_by_tenant(server: Server, backend: FakeBackend) -> None:
+    totals = backend.totals()
+    counters = totals.counters | {"measured_background": 9, "within_ttft_background": 8, "within_gap_background": 6}
+    tenants = {"a": TenantTokens(10, 20), "key-0a47ebfb49dd": TenantTokens(0, 3)}
+    backend.totals = lambda: msgspec.structs.replace(totals, counters=counters, tenants=tenants)  # type: ignore[method-assign]
+    page = await scrape(server)
+    assert page["asyncengine:requests_measured_total"] == {("interactive",): 7, ("background",): 9}
+    assert page["asyncengine:requests_within_target_total"] == {
+        ("interactive", "ttft"): 7,
+        ("interactive", "gap"): 7,
+        ("background", "ttft"): 8,
+        ("background", "gap"): 6,
+    }
+    assert page["asyncengine:tenant_tokens_total"] == {
+        ("a", "prompt"): 10,
+        ("a", "output"): 20,
+        ("key-0a47ebfb49dd", "prompt"): 0,
+        ("key-0a47ebfb49dd", "output"): 3,
+    }
 
 
 async def test_an_engine_that_is_not_ready_says_so_and_has_its_metrics_still(
@@ -90,6 +127,13 @@ async def test_what_a_runner_does_not_report_is_left_out(server: Server, backend
     page = await scrape(server)
     assert "vllm:num_requests_running" not in page
     assert "vllm:kv_cache_usage_perc" not in page
+
+
+async def test_parts_that_an_engine_need_not_have_are_0_without_them(server: Server) -> None:
+    page = await scrape(server)
+    for name in ("host_kv_cache_pages", "kv_pages_loaded_total", "session_pinned_pages", "step_time_error_ratio"):
+        assert page[f"asyncengine:{name}"] == {(): 0}
+    assert "asyncengine:tenant_tokens_total" not in page
 
 
 async def test_no_prompt_is_on_the_page(server: Server) -> None:

@@ -36,6 +36,7 @@ WITHOUT_EFFECT = {"user"}
 """It tells a provider of the API who abuses it, by OpenAI's definition; nothing here could be done with it."""
 NEEDED: dict[str, dict[str, Any]] = {
     "stream_options": {"stream": True},
+    "session_ttl_seconds": {"session": "agent 7/ü"},
     "top_logprobs": {"logprobs": True},
     "tool_choice": TOOLS,
     "parallel_tool_calls": TOOLS,
@@ -51,13 +52,14 @@ async def outcome(server: Server, backend: FakeBackend, path: str, body: dict[st
     """What the engine was asked, and the answer without what differs each time."""
     backend.calls.clear()
     backend.names.clear()
+    backend.terms.clear()
     async with server.session.post(server.url + path, json=BASE[path] | body) as response:
         text = await response.text()
         ids = [name for _, name in backend.names]
         for drawn in ids if "request_id" not in body else ():
             text = text.replace(drawn, "ID")
         text = re.sub(r'"created":\d+', "", text)
-        asked = (list(backend.calls), [namespace for namespace, _ in backend.names])
+        asked = (list(backend.calls), [namespace for namespace, _ in backend.names], list(backend.terms))
         return response.status, text, *asked, "x-ignored-fields" in response.headers
 
 

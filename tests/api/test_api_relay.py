@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,8 @@ from asyncengine.errors import EngineDeadError, InvalidRequestError
 from asyncengine.sampling import SamplingParams
 from asyncengine.streams import RequestStream
 from asyncengine.wire.base import Finish
+
+ASKED: Any = {"namespace": "", "request_id": "", "terms": {}}
 
 
 class Out:
@@ -40,7 +43,7 @@ class Engine:
         self.closed: list[RequestStream] = []
         self.refuse_after: int | None = None
 
-    def subscribe(self, prompt, params, *, listener, namespace="", request_id="") -> RequestStream:  # type: ignore[no-untyped-def]
+    def subscribe(self, prompt, params, *, listener, **asked) -> RequestStream:  # type: ignore[no-untyped-def]
         if len(self.streams) == self.refuse_after:
             raise InvalidRequestError("no")
         stream = RequestStream(n=params.n, stop=(), stop_token_ids=())
@@ -73,7 +76,7 @@ def events(news: News) -> bytes:
 
 def relay_of(engine: Engine, out: Out, *, prompts: int = 1, n: int = 1) -> Relay:
     params = SamplingParams(n=n)
-    return Relay(engine, ["p"] * prompts, params, events=events, out=out)  # type: ignore[arg-type]
+    return Relay(engine, ["p"] * prompts, params, events=events, out=out, **ASKED)  # type: ignore[arg-type]
 
 
 async def settle() -> None:
@@ -175,7 +178,7 @@ async def test_what_events_raises_ends_the_relay_in_its_own_task() -> None:
             raise ValueError("a fault")
         return b""
 
-    relay = Relay(engine, ["p"], SamplingParams(), events=broken, out=out)  # type: ignore[arg-type]
+    relay = Relay(engine, ["p"], SamplingParams(), events=broken, out=out, **ASKED)  # type: ignore[arg-type]
     running = asyncio.create_task(relay.run())
     await settle()
     say(engine.streams[0], "a")

@@ -70,7 +70,7 @@ async def test_a_running_request_is_cancelled_by_its_id_and_no_other_is_found(
     )
     status, answer = await server.post("/v1/requests/other/cancel", {})
     assert (status, answer["error"]["code"], answer["error"]["param"]) == (404, "request_not_found", "id")
-    assert backend.cancelled == ["cmpl-7", "other"]
+    assert backend.cancelled == [("", "cmpl-7"), ("", "other")]
     async with server.session.get(server.url + "/v1/requests/cmpl-7/cancel") as response:
         assert response.status == 405
 

@@ -106,7 +106,7 @@ async def test_a_request_is_cancelled_by_the_name_it_was_given(client: AsyncClie
         assert [delta async for delta in answer]
     assert [name for _, name in backend.names] == ["cmpl-mine", "chatcmpl-mine"]
     assert await client.cancel("mine")
-    assert backend.cancelled == ["cmpl-mine", "chatcmpl-mine"]
+    assert backend.cancelled == [("", "cmpl-mine"), ("", "chatcmpl-mine")]
 
 
 async def test_deltas_are_collected_into_one_answer(client: AsyncClient) -> None:

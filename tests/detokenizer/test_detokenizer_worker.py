@@ -115,6 +115,15 @@ def test_what_gpu_runner_stamped_comes_once_with_the_first_entry(bench: Bench) -
     assert bench.ring.receive_message().openings is None
 
 
+def test_what_gpu_runner_knew_of_sessions_comes_with_the_first_entry_if_it_knew_any(bench: Bench) -> None:
+    known = msgspec.structs.replace(opened(4, 1, 74), session_tokens=9, session_common=2)
+    bench.step(Row(3, 1, ord("a")), Row(4, 1, ord("b")), opens=(opened(3, 1, 73), known))
+    openings = bench.ring.receive_message().openings
+    assert openings == Openings(_int32s(0, 1), _int64s(*[0] * 6), _int32s(-1, 0, 9, 2))
+    bench.step(Row(3, 1, ord("c")), Row(4, 1, ord("d")))
+    assert bench.ring.receive_message().openings is None
+
+
 def test_marks_of_rows_that_are_open_go_on_with_their_next_entry(bench: Bench) -> None:
     opens = (opened(3, 1, 73), opened(4, 1, 74))
     marks = (RowMarks(4, _int64s(10, 7, 11, -1)), RowMarks(3, _int64s(10, 5, 10, 0)), RowMarks(9, _int64s(1, 1)))

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from asyncengine.config import Role
+from asyncengine.config import EngineConfig, Role
 from asyncengine.delta import Delta
 from asyncengine.engine_info import EngineInfo
 from asyncengine.front_end import FrontEnd
@@ -176,7 +176,7 @@ async def front_end_ring(
 
 
 def _open(pipes: Pipes, run_dir: Path) -> FrontEnd:
-    front = FrontEnd(worker=0)
+    front = FrontEnd(EngineConfig(), worker=0)
     front._open(pipes, run_dir)
     return front
 

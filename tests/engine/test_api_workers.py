@@ -251,7 +251,7 @@ async def test_a_worker_mints_rids_with_its_number_and_hears_of_no_other(short_p
     pipes = Pipes(short_path)
     tokenizer = pipes.receiver("tokenizer.0", ToTokenizer)
     control = pipes.receiver("runner.control", ToRunnerControl)
-    front = FrontEnd(worker=3)
+    front = FrontEnd(EngineConfig(), worker=3)
     front._open(pipes, short_path)
     front._serve(INFO, tokenizer_workers=1)
     subscriptions = [front.subscribe([1, 2], SamplingParams(n=n), listener=lambda: None) for n in (2, 1)]
@@ -347,13 +347,14 @@ async def test_a_request_is_cancelled_through_any_worker(short_path: Path) -> No
 
 async def test_workers_ask_each_other_for_requests_they_do_not_have(short_path: Path) -> None:
     pipes = Pipes(short_path)
-    fronts = [FrontEnd(worker=worker, workers=3) for worker in range(3)]
+    fronts = [FrontEnd(EngineConfig(), worker=worker, workers=3) for worker in range(3)]
     receivers = [pipes.receiver("tokenizer.0", ToTokenizer), pipes.receiver("runner.control", ToRunnerControl)]
     for front in fronts:
         front._open(pipes, short_path)
         front._serve(INFO, tokenizer_workers=1)
     subscription = fronts[2].subscribe([1, 2], SamplingParams(n=2), listener=lambda: None, request_id="x")
     assert not await fronts[0].cancel("y")
+    assert not await fronts[0].cancel("x", tenant="another")
     assert await fronts[0].cancel("x")
     assert [delta.finish_reason for delta in subscription.take()] == ["abort", "abort"]
     assert not await fronts[1].cancel("x")

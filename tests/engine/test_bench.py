@@ -160,7 +160,7 @@ def test_tpot_counts_tokens_and_not_events_and_goodput_needs_both_limits() -> No
     assert summary["goodput"]["met"] == 2
 
 
-@pytest.mark.parametrize("way", [("--concurrency", "3"), ("--rate", "400")])
+@pytest.mark.parametrize("way", [("--concurrency", "3"), ("--rate", "400", "--service-class", "background")])
 async def test_a_server_is_loaded_by_several_processes(
     way: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,6 +177,7 @@ async def test_a_server_is_loaded_by_several_processes(
         body = json.loads(await reader.readexactly(size))
         assert head.startswith("POST /base/v1/completions ")
         assert body["ignore_eos"]
+        assert body.get("service_class") == ("background" if way[0] == "--rate" else None)
         prompts.append(body["prompt"])
         if body["max_tokens"] == 3:
             writer.write(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 2\r\n\r\n{}")

@@ -168,7 +168,9 @@ async def test_prompts_spread_over_the_tokenizers_by_their_bytes(
         return original(self, message)
 
     monkeypatch.setattr(Sender, "try_send", try_send)
-    requests = [engine._submit("x" * size, SamplingParams(max_tokens=1), "") for size in (400, 100, 100, 100, 300)]
+    requests = [
+        engine._submit("x" * size, SamplingParams(max_tokens=1), "", "", {}) for size in (400, 100, 100, 100, 300)
+    ]
     assert sorted(taken.values()) == [[100, 100, 100, 300], [400]]
     for request in requests:
         assert await request.stream.next() is not None

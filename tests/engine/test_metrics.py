@@ -15,8 +15,12 @@ import pytest_asyncio
 from support.python_path import PYTHON_PATH
 
 from asyncengine import AsyncEngine, Delta, EngineConfig, InvalidRequestError, SamplingParams
+from asyncengine.config import ServiceClass
 from asyncengine.gc_clock import GcClock
 from asyncengine.metrics import FINISH_REASONS, RequestMetrics, Totals, read_totals
+from asyncengine.request_terms import Target
+from asyncengine.tenant_table import MAX_TENANTS, OTHERS, TenantTokens
+from asyncengine.terms import Terms
 from asyncengine.timeline import Timeline
 
 S = 10**9
@@ -29,6 +33,9 @@ TIMELINE = Timeline(
     seen=8 * S,
     finished=18 * S,
 )
+
+TARGETS: dict[ServiceClass, Target] = {"interactive": Target(7.0, 2.4), "background": Target(6.9, 2.5)}
+"""`TIMELINE`'s first token comes after 7 s; of 5 tokens the mean gap is 2.5 s."""
 
 
 @pytest.fixture
@@ -50,7 +57,7 @@ def in_bucket(totals: Totals, name: str) -> list[float]:
 
 
 def test_a_choice_is_counted_when_it_begins_and_when_it_ends(run_dir: Path) -> None:
-    metrics = RequestMetrics(run_dir, 0)
+    metrics = RequestMetrics(run_dir, 0, TARGETS)
     metrics.submitted(2)
     metrics.begun(TIMELINE, prompt_tokens=300)
     metrics.ended("length", TIMELINE, tokens=5)
@@ -63,7 +70,14 @@ def test_a_choice_is_counted_when_it_begins_and_when_it_ends(run_dir: Path) -> N
         "finished_abort": 0,
         "finished_error": 0,
         "gc_pause_ns": 0,
+        "measured_interactive": 1,
+        "measured_background": 0,
+        "within_ttft_interactive": 1,
+        "within_ttft_background": 0,
+        "within_gap_interactive": 0,
+        "within_gap_background": 0,
     }
+    assert totals.tenants == {}
     expected = {
         "choices": 2,
         "prompt_length": 300,
@@ -82,8 +96,48 @@ def test_a_choice_is_counted_when_it_begins_and_when_it_ends(run_dir: Path) -> N
     metrics.close()
 
 
+def test_a_choice_that_ends_by_itself_is_held_to_the_targets_of_its_class(run_dir: Path) -> None:
+    metrics = RequestMetrics(run_dir, 0, TARGETS)
+    background = Terms(service_class="background")
+    metrics.ended("stop", TIMELINE, tokens=5, terms=background)
+    metrics.ended("length", TIMELINE, tokens=1, terms=background)  # its one token took the choice's 10 s
+    metrics.ended("length", TIMELINE, tokens=0, terms=background)
+    for reason in ("abort", "error"):
+        metrics.ended(reason, TIMELINE, tokens=5, terms=background)
+    counters = read_totals(run_dir).counters
+    assert (counters["measured_background"], counters["measured_interactive"]) == (2, 0)
+    assert (counters["within_ttft_background"], counters["within_gap_background"]) == (0, 1)
+    metrics.close()
+
+
+def test_tokens_are_counted_by_tenant_in_all_processes(run_dir: Path) -> None:
+    blocks = [RequestMetrics(run_dir, worker, TARGETS) for worker in range(2)]
+    for block in blocks:
+        block.begun(TIMELINE, prompt_tokens=300, tenant="a")
+        block.prompted(20, tenant="b")
+        block.prompted(7, tenant="")
+        block.ended("abort", TIMELINE, tokens=5, terms=Terms("a"))
+        block.ended("stop", TIMELINE, tokens=0, terms=Terms("c"))
+    assert read_totals(run_dir).tenants == {"a": TenantTokens(600, 10), "b": TenantTokens(40, 0)}
+    for block in blocks:
+        block.close()
+
+
+def test_tenants_beyond_the_tables_end_are_counted_together(run_dir: Path) -> None:
+    metrics = RequestMetrics(run_dir, 0, TARGETS)
+    for number in range(MAX_TENANTS + 2):
+        metrics.prompted(1, tenant=f"t{number}")
+    metrics.prompted(1, tenant="t0")
+    metrics.prompted(1, tenant="ü" * 65)
+    tenants = read_totals(run_dir).tenants
+    assert len(tenants) == MAX_TENANTS
+    assert tenants[OTHERS] == TenantTokens(4, 0)
+    assert tenants["t0"] == TenantTokens(2, 0)
+    metrics.close()
+
+
 def test_a_value_on_a_bound_belongs_to_the_bucket_below_it(run_dir: Path) -> None:
-    metrics = RequestMetrics(run_dir, 0)
+    metrics = RequestMetrics(run_dir, 0, TARGETS)
     for n in (1, 2, 3, 16):
         metrics.submitted(n)
     assert in_bucket(read_totals(run_dir), "choices") == [1, 2, 5, 20]
@@ -93,7 +147,7 @@ def test_a_value_on_a_bound_belongs_to_the_bucket_below_it(run_dir: Path) -> Non
 
 
 def test_the_choices_of_a_frame_that_waited_alike_are_counted_at_once(run_dir: Path) -> None:
-    metrics = RequestMetrics(run_dir, 0)
+    metrics = RequestMetrics(run_dir, 0, TARGETS)
     metrics.frame(5 * S, [0, 3 * S, 3 * S, 4 * S, 0], tokens=6)
     totals = read_totals(run_dir)
     assert totals.counters["generation_tokens"] == 6
@@ -103,7 +157,7 @@ def test_the_choices_of_a_frame_that_waited_alike_are_counted_at_once(run_dir: P
 
 
 def test_the_totals_are_those_of_all_processes(run_dir: Path) -> None:
-    blocks = [RequestMetrics(run_dir, worker) for worker in (0, 1, 12)]
+    blocks = [RequestMetrics(run_dir, worker, TARGETS) for worker in (0, 1, 12)]
     for block in blocks:
         block.submitted(3)
         block.ended("abort", TIMELINE, tokens=0)
@@ -115,7 +169,7 @@ def test_the_totals_are_those_of_all_processes(run_dir: Path) -> None:
 
 
 def test_a_block_that_went_with_its_process_is_passed_over(run_dir: Path) -> None:
-    metrics = RequestMetrics(run_dir, 0)
+    metrics = RequestMetrics(run_dir, 0, TARGETS)
     (run_dir / "engine.1.metrics").symlink_to("/proc/4194304/fd/3")
     (run_dir / "engine.2.metrics").write_bytes(b"short")
     metrics.submitted(1)

@@ -25,7 +25,16 @@ from asyncengine.wire.base import Finish
 from asyncengine.wire.frames import Open, StepFrame
 from asyncengine.wire.pipes import Pipes, Poller, Sender, pipe_name
 from asyncengine.wire.reports import RunnerInfo
-from asyncengine.wire.requests import Abort, Generate, Relink, Resume, StopHit, ToRunner, ToRunnerControl
+from asyncengine.wire.requests import (
+    Abort,
+    Generate,
+    ReleaseSession,
+    Relink,
+    Resume,
+    StopHit,
+    ToRunner,
+    ToRunnerControl,
+)
 from asyncengine.wire.sidecar import HEARTBEAT_SECONDS, Reporter, run_sidecar
 
 MAX_BACKLOG = 256
@@ -37,7 +46,8 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     refuse_start: a sentence to die with instead of becoming ready. crash_at_step: die there without a word,
     in each of `crash_lives`.
-    refuse_longer_than: prompts with more tokens are answered with `Failed`.
+    refuse_longer_than: prompts with more tokens are answered with `Failed`. sessions: whether it remembers, without an
+    end, the latest prompt of each session that is not released.
     """
 
     tokens: list[int] | None = None
@@ -49,6 +59,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     num_pages: int = 1025
     refuse_start: str | None = None
     refuse_longer_than: int | None = None
+    sessions: bool = False
     crash_at_step: int | None = None
     crash_lives: tuple[int, ...] = (0,)
 
@@ -128,6 +139,7 @@ class ScriptedRunner:
         self._gens = [0] * len(self._slots)
         self._waiting: deque[tuple[int, Generate, Resume | None, int]] = deque()  # rid, request, from where, since when
         self._aborted: set[int] = set()  # slots whose rows end in the next frame without a token
+        self._sessions: dict[tuple[str, str], array[int]] = {}
         self._step = 0
         if self._life:  # before all others: the rows of the one before are over
             for sender in self._detokenizers:
@@ -178,6 +190,8 @@ class ScriptedRunner:
                 if self._gens[message.slot] == message.gen:
                     self._slots[message.slot] = None
                     self._aborted.discard(message.slot)
+            elif isinstance(message, ReleaseSession):
+                self._sessions.pop((message.tenant, message.session), None)
             elif isinstance(message, Abort):
                 self._abort(message.rid)
 
@@ -265,8 +279,24 @@ class ScriptedRunner:
                 gen = self._gens[slot]
                 self._slots[slot] = Row(rid, gen, request, tokens, emitted=len(resumed) // 4)
                 stamps = (queued, now, now + 1)
-                opens.append(Open(slot, gen, rid, request.detok, len(prompt), 0, *stamps, resumed=resumed, shown=shown))
+                opened = Open(slot, gen, rid, request.detok, len(prompt), 0, *stamps, resumed=resumed, shown=shown)
+                session_tokens, session_common = self._session(request, prompt)
+                opens.append(
+                    msgspec.structs.replace(opened, session_tokens=session_tokens, session_common=session_common)
+                )
         return opens
+
+    def _session(self, request: Generate, prompt: array[int]) -> tuple[int, int]:
+        """What `Open` says of the request's session, which from now on has this prompt."""
+        key = (request.terms.tenant, request.terms.session)
+        if not self._script.sessions or not key[1]:
+            return -1, 0
+        before = self._sessions.get(key)
+        self._sessions[key] = prompt
+        if before is None:
+            return -1, 0
+        equal = [old == new for old, new in zip(before, prompt, strict=False)]
+        return len(before), equal.index(False) if False in equal else len(equal)
 
     def _engine(self, worker: int) -> Sender:
         if worker not in self._engines:

@@ -53,6 +53,6 @@ DELTAS = Deltas(
         b"abc",
         ints(1, 2, 3),
     ),
-    openings=Openings(ints(0, 1), array("q", [1, 2, 3, 1, 2, 3]).tobytes()),
+    openings=Openings(ints(0, 1), array("q", [1, 2, 3, 1, 2, 3]).tobytes(), ints(-1, 0, 2, 1)),
 )
 GENERATE = Generate(7, ints(1, 2, 3), SamplingParams(n=2), 5, DETOK, "ns", (Resume(0, ints(4), 1),))

@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 from support.fuzzing import counted, mutate, slice_of
 from support.wire_examples import DELTAS, ENCODE, FRAME, GENERATE, PROMPT, ints
 
+from asyncengine.config import EngineConfig
 from asyncengine.delta_feed import DeltaFeed
 from asyncengine.metrics import RequestMetrics
 from asyncengine.open_requests import OpenRequest, OpenRequests
 from asyncengine.prompt_messages import PromptMessage
+from asyncengine.request_terms import targets_of
 from asyncengine.sampling import SamplingParams
 from asyncengine.streams import RequestStream
 from asyncengine.tokenizer_links import TokenizerLink
@@ -104,7 +106,7 @@ def open_requests() -> OpenRequests:
 
 
 def test_a_mutated_frame_that_is_taken_at_all_is_taken_in_to_its_end(tmp_path: Path) -> None:
-    metrics = RequestMetrics(tmp_path, worker=0)
+    metrics = RequestMetrics(tmp_path, 0, targets_of(EngineConfig()))
 
     @slice_of(300)
     @given(st.data())
@@ -166,12 +168,22 @@ def test_what_is_about_a_row_that_is_not_there_is_no_message(row: int) -> None:
     stamps = array("q", [1, 2, 3]).tobytes()
     assert DELTAS.openings is not None
     for changes in (
-        {"openings": msgspec.structs.replace(DELTAS.openings, rows=ints(row), stamps=stamps)},
+        {"openings": msgspec.structs.replace(DELTAS.openings, rows=ints(row), stamps=stamps, sessions=b"")},
         {"marks": Marks(ints(row), ints(1), bytes(16))},
         {"prompts": (PromptColumns(row, PROMPT, b"abc", ints(1, 2, 3)),)},
     ):
         assert is_dropped(msgspec.structs.replace(DELTAS, **changes))
     assert is_dropped(msgspec.structs.replace(FRAME, logprob_rows=ints(row)))
+
+
+def test_what_is_known_of_a_session_is_of_every_row_or_of_none_and_counts_tokens() -> None:
+    assert DELTAS.openings is not None
+    for sessions in (ints(1, 1), ints(1, 1, 1), ints(*[1] * 6), b"x" * 16 + b"y"):
+        openings = msgspec.structs.replace(DELTAS.openings, sessions=sessions)
+        assert is_dropped(msgspec.structs.replace(DELTAS, openings=openings))
+    for known in ({"session_tokens": -2}, {"session_tokens": 2**31}, {"session_common": -1}, {"session_common": 2**31}):
+        opens = (msgspec.structs.replace(FRAME.opens[0], **known), FRAME.opens[1])
+        assert is_dropped(msgspec.structs.replace(FRAME, opens=opens))
 
 
 def test_an_end_for_no_known_reason_is_no_message() -> None:
