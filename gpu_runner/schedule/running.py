@@ -87,8 +87,8 @@ class DecodeRows:
 
 
 class Running:
-    """Rows that decode, prefill (slots in order of admission), are held or drain; `Slots.state` says the same of each
-    slot.
+    """Rows that decode, prefill (slots in the order in which they get chunks), are held or drain; `Slots.state` says the
+    same of each slot.
 
     A constrained row that sampled is held until its mask arrives, so that it is in one step at a time:
 
@@ -200,13 +200,10 @@ class Running:
         self._held.update(held.tolist())
         self._set_decode(self._decode[slots.state[self._decode] == State.DECODE])
 
-    def least_deserving(self, *, by_priority: bool) -> int:
-        """The newest active row; by priority, the newest of the least important ones."""
-        rows = np.concatenate([self._decode, np.array([*self.prefill, *self._held], np.int32)])
-        order = [self._slots.admitted[rows]]
-        if by_priority:
-            order.append(self._slots.priority[rows])
-        return int(rows[np.lexsort(order)[-1]])
+    @property
+    def active(self) -> Int32:
+        """Slots of the rows that later steps will hold, in no order."""
+        return np.concatenate([self._decode, np.array([*self.prefill, *self._held], np.int32)])
 
     def check_integrity(self) -> None:
         state = self._slots.state
