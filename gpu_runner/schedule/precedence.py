@@ -54,8 +54,8 @@ class Precedence:
         """The row that gives up its place so that `request` can start, None if each keeps it.
 
         Of the background for an interactive one: the newest row. Else of the same class: with policy priority, the
-        newest of its tenant's least important rows, if they are less important than it; and for a tenant none of whose
-        rows run, the newest row of the tenant that was served most of those with two or more, if that was more.
+        newest of its tenant's least important rows, if they are less important than it; and the newest row of the
+        tenant that was served most of those that were served more than its own and will still have as many rows.
         """
         slots = self._slots
         rows = self._running.active
@@ -69,12 +69,13 @@ class Precedence:
             own = free[(slots.account[free] == request.account) & (slots.priority[free] > request.priority)]
             if len(own):
                 return self._last(own)
-        if len(self._tenants) == 1 or not len(free) or np.any(slots.account[rows] == request.account):
+        if len(self._tenants) == 1 or not len(free):
             return None
         served = self._tenants.served
         counts = np.bincount(slots.account[rows], minlength=len(served))
         accounts = slots.account[free]
-        rich = free[(counts[accounts] > 1) & (served[accounts] > served[request.account])]
+        more_rows = counts[accounts] > counts[request.account] + 1
+        rich = free[more_rows & (served[accounts] > served[request.account])]
         if not len(rich):
             return None
         return self._last(rich[served[slots.account[rich]] == served[slots.account[rich]].max()])

@@ -87,8 +87,8 @@ class DecodeRows:
 
 
 class Running:
-    """Rows that decode, prefill (slots in the order in which they get chunks), are held or drain; `Slots.state` says the
-    same of each slot.
+    """Rows that decode, prefill (slots in the order in which they get chunks), are held or drain; `Slots.state` says
+    the same of each slot.
 
     A constrained row that sampled is held until its mask arrives, so that it is in one step at a time:
 

@@ -388,7 +388,8 @@ class Scheduler:
         if blocked.slot >= 0 and self.slots.last_step[blocked.slot] > self.rows.pool.completed_epoch:
             return  # it waits for its own last step
         lacking = self.rows.lacking_pages(blocked, watermark=self.num_running)
-        while self._running.num_active and (lacking > 0 or self.num_running >= self._max_num_seqs):
+        # Rows that drain are not counted: their places are free with the next commits.
+        while lacking > 0 or self._running.num_active >= self._max_num_seqs:
             victim = self._precedence.displaced_by(taker)
             if victim is None:
                 return

@@ -37,7 +37,7 @@ class Slots:
         known - 1 <= computed    once decoding; computed runs ahead of known by the steps in flight
 
     Of rows that decode, `tokens`, `known`, `computed` and `last_step` are behind until `DecodeRows.store`, which is at
-    the latest when one of them ends or another joins.
+    the latest when one of them ends or another joins. `charged` may be ahead of `computed` for as long.
     """
 
     def __init__(self, num_slots: int, max_model_len: int) -> None:
@@ -152,5 +152,6 @@ class Slots:
             if state == State.RETRACTED:
                 assert self.num_pages[slot] == 0
             else:
-                assert self.begun[slot] <= self.charged[slot] <= self.computed[slot]
+                assert self.begun[slot] <= self.charged[slot]
+                assert state == State.DECODE or self.charged[slot] <= self.computed[slot]
         assert self.num_background == sum(request is not None and request.background for request in self.request)
