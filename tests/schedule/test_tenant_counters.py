@@ -78,22 +78,27 @@ def prompt_of(length: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(1, 50, length, dtype=np.int32)
 
 
+def served(core: EngineCore, tenant: str) -> int:
+    tenants = core.scheduler.queue.tenants
+    account = tenants.enter(tenant)
+    tokens = int(tenants.served[account])
+    tenants.leave(account)
+    return tokens
+
+
 def test_prefilled_tokens_weigh_one_output_two_and_cached_ones_nothing() -> None:
     core = EngineCore(max_num_seqs=4)
-    tenants = core.scheduler.queue.tenants
     core.add(1, prompt_of(40, seed=1), 10, ignore_eos=True, terms=Terms(tenant="a"))
     core.add(2, prompt_of(9, seed=2), 40, ignore_eos=True, terms=Terms(tenant="b"))
     while 1 not in core.finish:
         core.turn()
+    assert served(core, "a") == 40 + 2 * 10
     core.add(3, prompt_of(40, seed=1), 5, ignore_eos=True, terms=Terms(tenant="a"))
-    account = core.scheduler.queue.tenants.enter("a")
-    assert tenants.served[account] == 40 + 2 * 10
     while 3 not in core.finish:
         core.turn()
-    assert tenants.served[account] == 40 + 2 * 10 + 8 + 2 * 5
-    tenants.leave(account)
+    assert served(core, "a") == 40 + 2 * 10 + 8 + 2 * 5
     core.run()
-    assert tenants.served[tenants.enter("b")] == 9 + 2 * 40
+    assert served(core, "b") == 9 + 2 * 40
 
 
 def test_the_service_of_two_tenants_that_always_have_work_differs_by_a_constant() -> None:
@@ -102,23 +107,19 @@ def test_the_service_of_two_tenants_that_always_have_work_differs_by_a_constant(
         rng = np.random.default_rng(seed)
         core = EngineCore(num_pages=33, max_num_seqs=4, max_num_batched_tokens=32, check=False)
         scheduler, tenants = core.scheduler, core.scheduler.queue.tenants
-        names, rids = ("a", "b"), dict.fromkeys(("a", "b"), 0)
         longest = {"a": int(rng.integers(2, 200)), "b": int(rng.integers(2, 200))}
-        most = 0
+        most = rid = 0
         for turn in range(1500):
-            for place, name in enumerate(names):
-                while sum(request.terms.tenant == name for request in scheduler.queue) < 2:
-                    rids[name] += 1
-                    core.add(
-                        2 * rids[name] + place,
-                        prompt_of(int(rng.integers(1, longest[name])), seed=turn),
-                        int(rng.integers(1, 40)),
-                        ignore_eos=True,
-                        terms=Terms(tenant=name),
-                    )
+            for name in longest:
+                while (
+                    sum(request.terms.tenant == name for request in scheduler.queue) < 6
+                ):  # more than can start at once
+                    rid += 1
+                    prompt = prompt_of(int(rng.integers(1, longest[name])), seed=turn)
+                    core.add(rid, prompt, int(rng.integers(1, 40)), ignore_eos=True, terms=Terms(tenant=name))
             core.turn()
-            served = [int(tenants.served[request.account]) for request in scheduler.queue]
-            most = max(most, max(served) - min(served))
+            counters = [int(tenants.served[request.account]) for request in scheduler.queue]
+            most = max(most, max(counters) - min(counters))
         assert most <= 2 * max(2 * 32 * 16, *longest.values())
-        assert min(served) > 20 * most / 2, "a bound that time would reach says nothing"
+        assert min(counters) > 10 * most, "a bound that time would reach says nothing"
         scheduler.check_integrity()
