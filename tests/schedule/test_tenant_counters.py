@@ -103,13 +103,13 @@ def test_prefilled_tokens_weigh_one_output_two_and_cached_ones_nothing() -> None
 
 def test_the_service_of_two_tenants_that_always_have_work_differs_by_a_constant() -> None:
     """At most by what one of them may hold of the cache, twice, weighed, or its longest prompt."""
-    for seed in range(4):
+    for seed in range(2):
         rng = np.random.default_rng(seed)
         core = EngineCore(num_pages=33, max_num_seqs=4, max_num_batched_tokens=32, check=False)
         scheduler, tenants = core.scheduler, core.scheduler.queue.tenants
         longest = {"a": int(rng.integers(2, 200)), "b": int(rng.integers(2, 200))}
         most = rid = 0
-        for turn in range(1500):
+        for turn in range(800):
             for name in longest:
                 while (
                     sum(request.terms.tenant == name for request in scheduler.queue) < 6
