@@ -42,7 +42,7 @@ class WaitingQueue:
         self._again = Order(by_arrival, self._waiting)  # those that have run
         self._overtakes = 0  # requests that have started before the oldest that has not run
         self._passes = 0  # and before the oldest that has run
-        self._tickets = 0
+        self.pushes = 0
         self.num_tokens = 0
 
     def __len__(self) -> int:
@@ -58,8 +58,8 @@ class WaitingQueue:
         """A request that comes for the first time is entered in its tenant's account; who ends it has it `leave`."""
         if request.account < 0:
             request.account = self.tenants.enter(request.terms.tenant)
-        self._tickets += 1
-        request.ticket = self._tickets
+        self.pushes += 1
+        request.ticket = self.pushes
         self._waiting[request.rid] = request
         self.num_tokens += len(request.tokens)
         own_class = self._classes[request.background]

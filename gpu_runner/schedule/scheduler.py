@@ -50,6 +50,7 @@ from gpu_runner.schedule.slots import State
 from gpu_runner.schedule.step_output import StepOutput, aborted_rows
 
 RUNS = int(Finish.NONE)  # numpy takes microseconds to compare with a member of an enumeration
+STEPS_BETWEEN_LOOKS = 8
 FROM_THE_BEGINNING = tuple(Resume(choice, b"", 0) for choice in range(MAX_N))
 """Each choice of a request that has no output yet."""
 
@@ -102,6 +103,7 @@ class Scheduler:
         self._slot_of: dict[int, int] = {}  # rid -> slot of every request that holds one
         self._closed: list[tuple[int, int]] = []  # (slot, gen) aborted since the last output
         self._blocked: Request | None = None  # the queue's head, if the last plan had no room for it
+        self._refused = 0  # pushes of the queue when it had been found that nobody gives way to `_blocked`; 0 = not yet
         self._room_after = 0  # the step with which the pages come back of rows that gave way to it
         self._next_step = 1
         self._next_arrival = 0
@@ -202,22 +204,39 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """Decide the next step and account for it as if it had run; None when no row can run now."""
-        if len(self.queue.tenants) > 1 and len(self.queue):
+        blocked = self._blocked
+        choosing = bool(len(self.queue)) and not self._all_wait()
+        if choosing and len(self.queue.tenants) > 1:
             self._charge_outputs()
-        if self._blocked is not None:
-            self._make_room(self._blocked)
-        self._blocked = None
+        if choosing and blocked is not None:
+            self._make_room(blocked)
+        if choosing or not len(self.queue):
+            self._blocked = None
         draft = self._plan_decode()
         budget = self._budget - len(draft.decode)
-        self._pass_prefill(budget)
+        if choosing:
+            self._pass_prefill(budget)
         budget = self._prefill.go_on(budget, draft)
-        self._admit(budget, draft)
+        if choosing:
+            self._admit(budget, draft)
+            self._refused = self.queue.pushes if self._blocked is blocked is not None else 0
         if not draft:
             return None
         plan = self._builder.build(draft, self._next_step)
         self._next_step += 1
         self._running.advance(plan.step, draft.decode, draft.prefilled(self.slots))
         return plan
+
+    def _all_wait(self) -> bool:
+        """No row is free, and a plan has seen that nobody who waits takes one from others. Until a row ends or a
+        request comes, only what tenants are served can change that: every so many steps is often enough to look."""
+        return (
+            self._blocked is not None
+            and self._refused == self.queue.pushes
+            and self._running.num_active >= self._max_num_seqs
+            and self._next_step % STEPS_BETWEEN_LOOKS != 0
+            and self._blocked.rid in self.queue
+        )
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
         """Take in the results of the oldest step in flight; rows that left meanwhile are dropped by generation."""
@@ -387,15 +406,16 @@ class Scheduler:
             return  # a retracted row would keep its slot: only one that ends makes room
         if blocked.slot >= 0 and self.slots.last_step[blocked.slot] > self.rows.pool.completed_epoch:
             return  # it waits for its own last step
+        victim = self._precedence.displaced_by(taker)
+        if victim is None:
+            return
         lacking = self.rows.lacking_pages(blocked, watermark=self.num_running)
         # Rows that drain are not counted: their places are free with the next commits.
-        while lacking > 0 or self._running.num_active >= self._max_num_seqs:
-            victim = self._precedence.displaced_by(taker)
-            if victim is None:
-                return
+        while victim is not None and (lacking > 0 or self._running.num_active >= self._max_num_seqs):
             lacking -= int(self.slots.num_pages[victim]) + 1  # and the one to grow
             self._retract(victim)
             self._room_after = max(self._room_after, int(self.slots.last_step[victim]))
+            victim = self._precedence.displaced_by(taker)
 
     # -------------------------------------------------------------------------------------------------- row changes
 
