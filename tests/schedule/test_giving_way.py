@@ -231,3 +231,14 @@ def test_when_a_more_important_request_comes_to_a_full_pool_the_row_that_gave_wa
     assert core.preemptions()[2] == 1
     core.run()
     core.assert_all_right()
+
+
+def test_prompts_that_begin_alike_run_one_after_the_other_while_their_beginning_is_cached() -> None:
+    core = EngineCore(num_pages=1 + 12, max_num_seqs=1)
+    beginnings = [prompt_of(96, seed) for seed in range(3)]
+    for rid in range(1, 13):
+        core.add(rid, np.concatenate([beginnings[rid % 3], prompt_of(32, 100 + rid)]), 2, ignore_eos=True)
+    core.run()
+    core.assert_all_right()
+    assert core.finish_order == [1, 4, 7, 10, 2, 5, 8, 11, 3, 6, 9, 12]
+    assert [rid for rid, row in core.opens.items() if row.cached_tokens == 96] == [4, 7, 10, 5, 8, 11, 6, 9, 12]
