@@ -219,7 +219,8 @@ class Scheduler:
         budget = self._prefill.go_on(budget, draft)
         if choosing:
             self._admit(budget, draft)
-            self._refused = self.queue.pushes if self._blocked is blocked is not None else 0
+            if self._blocked is not blocked:
+                self._refused = 0
         if not draft:
             return None
         plan = self._builder.build(draft, self._next_step)
@@ -228,15 +229,16 @@ class Scheduler:
         return plan
 
     def _all_wait(self) -> bool:
-        """No row is free, and a plan has seen that nobody who waits takes one from others. Until a row ends or a
-        request comes, only what tenants are served can change that: every so many steps is often enough to look."""
-        return (
-            self._blocked is not None
-            and self._refused == self.queue.pushes
-            and self._running.num_active >= self._max_num_seqs
-            and self._next_step % STEPS_BETWEEN_LOOKS != 0
-            and self._blocked.rid in self.queue
-        )
+        """No row is free, and nobody who waits takes one from others."""
+        blocked = self._blocked
+        full = self._running.num_active >= self._max_num_seqs
+        return blocked is not None and full and self._is_refused and blocked.rid in self.queue
+
+    @property
+    def _is_refused(self) -> bool:
+        """Nobody gives way to what is blocked. Until a request comes or a row ends, only what tenants are served can
+        change that: every so many steps is often enough to look."""
+        return self._refused == self.queue.pushes and self._next_step % STEPS_BETWEEN_LOOKS != 0
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
         """Take in the results of the oldest step in flight; rows that left meanwhile are dropped by generation."""
@@ -396,9 +398,13 @@ class Scheduler:
 
     def _make_room(self, blocked: Request) -> None:
         """A request that found no room takes the place of rows that it goes before."""
+        if self._is_refused or blocked.rid not in self.queue:
+            return
         # What is first only by its age takes no row from others, but must not keep one from the request that would.
         taker = self.queue.wanted() if blocked.aged else blocked
-        if taker is None or blocked.rid not in self.queue or not self._precedence.may_displace(taker):
+        assert taker is not None
+        if not self._precedence.may_displace(taker):
+            self._refused = self.queue.pushes
             return
         if self._room_after > self.rows.pool.completed_epoch:
             return
@@ -408,6 +414,7 @@ class Scheduler:
             return  # it waits for its own last step
         victim = self._precedence.displaced_by(taker)
         if victim is None:
+            self._refused = self.queue.pushes
             return
         lacking = self.rows.lacking_pages(blocked, watermark=self.num_running)
         # Rows that drain are not counted: their places are free with the next commits.
