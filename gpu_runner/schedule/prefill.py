@@ -13,6 +13,7 @@ from gpu_runner.schedule.prefill_marks import PrefillMarks
 from gpu_runner.schedule.rows import Rows
 from gpu_runner.schedule.running import Running
 from gpu_runner.schedule.step_room import StepRooms
+from gpu_runner.schedule.tenants import Tenants
 
 
 class Prefill:
@@ -26,6 +27,7 @@ class Prefill:
         masked_rows: MaskedRows,
         *,
         rooms: StepRooms,
+        tenants: Tenants,
         marks: PrefillMarks,
         counters: Counters,
         max_scores: int,
@@ -37,18 +39,23 @@ class Prefill:
         self._running = running
         self._masked_rows = masked_rows
         self._rooms = rooms
+        self._tenants = tenants
         self._marks = marks
         self._counters = counters
         self._max_scores = max_scores
         self._clock = clock
 
     def go_on(self, budget: int, draft: PlanDraft) -> int:
-        """Place chunks of the rows that prefill, oldest first; returns what is left of `budget` tokens."""
+        """Place chunks of the rows that prefill, in their order; returns what is left of `budget` tokens."""
         for slot in self._running.prefill:
             if budget == 0:
                 break
             budget = self.place(slot, budget, draft)
         return budget
+
+    def left(self, slots: list[int]) -> int:
+        """Tokens of these rows that are yet to be computed."""
+        return int((self._slots.known[slots] - self._slots.computed[slots]).sum()) if slots else 0
 
     def place(self, slot: int, budget: int, draft: PlanDraft) -> int:
         """Compute the row's next tokens in this step and make their full pages shareable at once. A plan tells the
@@ -73,7 +80,7 @@ class Prefill:
             draft.write_pages(np.full(len(pages), slot, np.int32), np.arange(len(pages), dtype=np.int32), pages)
         draft.prefill.append((slot, length))
         self._marks.chunk(slot, length, self._clock())
-        slots.computed[slot] += length
+        self._account(slot, length)
         scored, scores_to = int(slots.scored[slot]), int(min(slots.computed[slot], slots.score_end[slot]))
         if scores_to > scored:
             draft.scores.append((len(draft.prefill) - 1, scored, scores_to - scored))
@@ -82,6 +89,18 @@ class Prefill:
         if not slots.score_end[slot]:  # what that row computes may be in the tree already, which it would hold as well
             self._rows.share(slot)
         return budget
+
+    def _account(self, slot: int, length: int) -> None:
+        """The row computes so many tokens more, and samples one behind its last."""
+        slots = self._slots
+        request = slots.request[slot]
+        assert request is not None
+        request.overtaken = 0
+        slots.computed[slot] += length
+        slots.charged[slot] = slots.computed[slot]
+        self._tenants.charge_prompt(request.account, length)
+        if slots.computed[slot] == slots.known[slot]:
+            self._tenants.charge_output(request.account, 1)
 
     def _scorable(self, slot: int, draft: PlanDraft) -> int:
         """How far the row's chunk may reach for the step to score no more than `max_scores` tokens."""

@@ -1,100 +1,48 @@
-"""Requests that wait to run, in the order of a policy."""
+"""Requests that wait to run: interactive ones first, then the tenant that was served least, then a policy's order."""
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncengine.config import SchedulingPolicy
-from asyncengine.sampling import INT32_MAX, SamplingParams
-from asyncengine.terms import DEFAULT_TERMS, Terms
-
-Key = tuple[int, int, int]
+from gpu_runner.schedule.orders import Lane, Order, by_arrival, by_length
+from gpu_runner.schedule.request import Request
+from gpu_runner.schedule.tenants import Tenants
 
 MAX_OVERTAKES = 16
 """Requests that may start before the oldest one that waits."""
-AGED_PRIORITY = -INT32_MAX - 1
-"""Before every priority that a request may ask for."""
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """One choice of one request.
-
-    group: the request's first rid, shared by its choices. tokens: its prompt and, where it goes on after a loss, the
-    output that it has; shown: as in `Resume`. arrival: order of arrival, unique. slot: -1 until the request has run; a
-    retracted request keeps its slot, its tokens so far and its place in the detokenizer. queued_ns, started_ns: when it
-    came and when it was first planned, by the scheduler's clock; 0 = not yet. ticket: tells its stays in the queue
-    apart. aged: it was overtaken as often as may be, so that its turn came before the policy's.
-    """
-
-    rid: int
-    group: int
-    tokens: NDArray[np.int32]  # [prompt_len + output it has]
-    prompt_len: int
-    params: SamplingParams
-    seed: int
-    limit: int  # total tokens, prompt included, at which it ends with LENGTH
-    detok: bytes
-    namespace: str
-    arrival: int
-    terms: Terms = DEFAULT_TERMS
-    shown: int = 0
-    slot: int = -1
-    preemptions: int = 0
-    queued_ns: int = 0
-    started_ns: int = 0
-    ticket: int = 0
-    aged: bool = False
-
-    @property
-    def priority(self) -> int:
-        """An aged one is not sent back for a more important one: it would never end."""
-        return AGED_PRIORITY if self.aged else self.params.priority
-
-    @property
-    def fresh(self) -> bool:
-        """It has not run, neither here nor in a process that was lost."""
-        return self.slot < 0 and len(self.tokens) == self.prompt_len
-
-    @property
-    def prompt(self) -> NDArray[np.int32]:
-        return self.tokens[: self.prompt_len]
-
-    @property
-    def resumed(self) -> NDArray[np.int32]:
-        """The output that it came with."""
-        return self.tokens[self.prompt_len :]
-
-    @property
-    def scores_prompt(self) -> bool:
-        """Whether the log-probabilities of its prompt are wanted; what has output has reported them."""
-        return self.params.prompt_logprobs is not None and len(self.tokens) == self.prompt_len
 
 
 class WaitingQueue:
-    """Requests by policy, with removal by rid. Policies order by
+    """Requests in the order in which they start, with removal by rid.
+
+    Interactive requests go before those of the background. Among those of a class the tenant that was served least is
+    next, and of its requests the first by policy:
 
     fcfs: arrival; priority: smaller number, then arrival; shortest / longest: prompt length, then arrival.
-    What has run, a retracted request or one that came with output, goes before all that have not (of its own priority).
+    What has run, a retracted request or one that came with output, goes before all that have not (of its tenant and its
+    own priority). With fcfs and priority, prompts that begin like the last one that started come next; see `Lane`.
 
-    Whatever the policy, nobody waits for ever: of `MAX_OVERTAKES + 1` requests that start, one is the oldest of those
+    Whatever the order, nobody waits for ever: of `MAX_OVERTAKES + 1` requests that start, one is the oldest of those
     that have not run. So a request before which `m` others came starts at the latest as number
-    `(m + 1) * (MAX_OVERTAKES + 1)`, however many come after it.
+    `(m + 1) * (MAX_OVERTAKES + 1)`, however many come after it. And the oldest that has run and waits again starts
+    behind at most `MAX_OVERTAKES` that start for the first time.
     """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
+        self.tenants = Tenants()
+        self._policy = policy
         self._waiting: dict[int, Request] = {}
-        self._wanted = _Order(_KEYS[policy], self._waiting)
+        self._classes = (_Class(self._waiting), _Class(self._waiting))
         self._fresh: OrderedDict[int, Request] = OrderedDict()  # by arrival, which is the order they are pushed in
-        self._shortest = _Order(_length, self._waiting)
-        self._overtakes = 0  # requests that have started before the oldest that waits
-        self._tickets = 0
+        self._again = Order(by_arrival, self._waiting)  # those that have run
+        self._overtakes = 0  # requests that have started before the oldest that has not run
+        self._passes = 0  # and before the oldest that has run
+        self.pushes = 0
         self.num_tokens = 0
 
     def __len__(self) -> int:
@@ -107,19 +55,35 @@ class WaitingQueue:
         return iter(self._waiting.values())
 
     def push(self, request: Request) -> None:
-        self._tickets += 1
-        request.ticket = self._tickets
+        """A request that comes for the first time is entered in its tenant's account; who ends it has it `leave`."""
+        if request.account < 0:
+            request.account = self.tenants.enter(request.terms.tenant)
+        self.pushes += 1
+        request.ticket = self.pushes
         self._waiting[request.rid] = request
         self.num_tokens += len(request.tokens)
-        self._wanted.push(request)
+        own_class = self._classes[request.background]
+        lane = own_class.lanes.get(request.account)
+        if lane is None:
+            lane = own_class.add(request.account, Lane(self._policy))
+        lane.push(request)
         if request.fresh:
             self._fresh[request.rid] = request
-            self._shortest.push(request)
+            own_class.shortest.push(request)
+        else:
+            self._again.push(request)
 
     def head(self) -> Request | None:
         """The request that runs next; it stays in the queue."""
-        wanted = self._wanted.first()
-        if wanted is None or not wanted.fresh or self._overtakes < MAX_OVERTAKES:
+        wanted = self.wanted()
+        if wanted is None:
+            return None
+        if self._passes >= MAX_OVERTAKES:
+            again = self._again.first()
+            assert again is not None
+            again.aged = again.aged or again is not wanted
+            return again
+        if not wanted.fresh or self._overtakes < MAX_OVERTAKES:
             return wanted
         oldest = self._oldest()
         assert oldest is not None
@@ -127,21 +91,30 @@ class WaitingQueue:
         return oldest
 
     def wanted(self) -> Request | None:
-        """The first by policy alone."""
-        return self._wanted.first()
+        """The first by class, tenant and policy alone."""
+        for each in self._classes:
+            if each.lanes:
+                return each.least_served(self.tenants).first()
+        return None
 
     def filler(self, head: Request) -> Request | None:
-        """A request that may start though `head`, which lacks pages, cannot: the shortest, if it is shorter, and none
-        while `head` has been overtaken as often as it may, or has run before."""
-        if not head.fresh or self._overtakes >= MAX_OVERTAKES:
+        """A request that may start though `head`, which lacks pages, cannot: the shortest of its class, if that is
+        shorter, and none while `head` has been overtaken as often as it may, or has run before."""
+        if not head.fresh or self._overtakes >= MAX_OVERTAKES or self._passes >= MAX_OVERTAKES:
             return None
-        shortest = self._shortest.first()
+        shortest = self._classes[head.background].shortest.first()
         return shortest if shortest is not None and shortest.prompt_len < head.prompt_len else None
 
     def take(self, request: Request, *, resumed: bool) -> None:
         """Take out a request that starts, for the first time or again."""
+        again = self._again.first()
         if not resumed:
             self._overtakes = 0 if request is self._oldest() else self._overtakes + 1
+            self._passes += again is not None
+        elif request is again:
+            self._passes = 0
+        self._classes[request.background].started(request)
+        self.tenants.started(request.account)
         self._forget(request)
 
     def remove(self, rid: int) -> Request | None:
@@ -154,10 +127,17 @@ class WaitingQueue:
     def check_integrity(self) -> None:
         fresh = sorted(rid for rid, request in self._waiting.items() if request.fresh)
         arrivals = [request.arrival for request in self._fresh.values()]
-        assert self._wanted.live() == sorted(self._waiting), "every waiting request has exactly one live heap entry"
-        assert sorted(self._fresh) == self._shortest.live() == fresh
+        lanes = [(place, account, lane) for place in (0, 1) for account, lane in self._classes[place].lanes.items()]
+        for place, account, lane in lanes:
+            assert all((each.background, each.account) == (place, account) for each in lane.waiting.values())
+            assert lane.waiting, "a tenant that nothing waits of has no lane"
+            lane.check_integrity()
+        assert sorted(rid for _, _, lane in lanes for rid in lane.waiting) == sorted(self._waiting)
+        assert sorted(self._fresh) == sorted(rid for each in self._classes for rid in each.shortest.live()) == fresh
+        assert sorted([*fresh, *self._again.live()]) == sorted(self._waiting)
         assert arrivals == sorted(arrivals)
         assert self._overtakes <= MAX_OVERTAKES
+        assert self._passes <= (MAX_OVERTAKES if self._again.first() is not None else 0)
         assert self.num_tokens == sum(len(request.tokens) for request in self._waiting.values())
 
     def _oldest(self) -> Request | None:
@@ -167,71 +147,42 @@ class WaitingQueue:
     def _forget(self, request: Request) -> None:
         del self._waiting[request.rid]
         self._fresh.pop(request.rid, None)
+        self._classes[request.background].forget(request)
         self.num_tokens -= len(request.tokens)
+        if self._again.first() is None:
+            self._passes = 0
 
 
-class _Order:
-    """A heap over the requests that wait. The entries of those that have left are dropped when they surface; a request
-    that comes again has a new ticket, so that its old entry is known for what it is. Sorted when it is asked: one that
-    nobody asks costs next to nothing."""
+class _Class:
+    """The waiting requests of a service class. lanes: by account, in the order in which tenants came to wait or had
+    their last start, which decides between equals. shortest: first, of those that have not run."""
 
-    def __init__(self, key: Callable[[Request], Key], waiting: Mapping[int, Request]) -> None:
-        self._key = key
-        self._waiting = waiting
-        self._heap: list[tuple[Key, int, Request]] = []
-        self._unsorted: list[tuple[int, Request]] = []
+    def __init__(self, waiting: dict[int, Request]) -> None:
+        self.lanes: dict[int, Lane] = {}
+        self.shortest = Order(by_length, waiting)
+        self._accounts: NDArray[np.intp] | None = None  # of `lanes`; None = to be made
 
-    def push(self, request: Request) -> None:
-        size = len(self._heap) + len(self._unsorted)
-        if size > 64 and size > 2 * len(self._waiting):
-            self._heap = [entry for entry in self._heap if self._is_live(*entry[1:])]
-            heapq.heapify(self._heap)
-            self._unsorted = [entry for entry in self._unsorted if self._is_live(*entry)]
-        self._unsorted.append((request.ticket, request))
+    def add(self, account: int, lane: Lane) -> Lane:
+        self.lanes[account] = lane
+        self._accounts = None
+        return lane
 
-    def first(self) -> Request | None:
-        if self._unsorted:
-            for ticket, request in self._unsorted:
-                if self._is_live(ticket, request):
-                    heapq.heappush(self._heap, (self._key(request), ticket, request))
-            self._unsorted.clear()
-        while self._heap and not self._is_live(*self._heap[0][1:]):
-            heapq.heappop(self._heap)
-        return self._heap[0][2] if self._heap else None
+    def least_served(self, tenants: Tenants) -> Lane:
+        if len(self.lanes) == 1:
+            return next(iter(self.lanes.values()))
+        if self._accounts is None:
+            self._accounts = np.fromiter(self.lanes, np.intp, len(self.lanes))
+        return self.lanes[int(self._accounts[tenants.served[self._accounts].argmin()])]
 
-    def live(self) -> list[int]:
-        entries = [*(entry[1:] for entry in self._heap), *self._unsorted]
-        return sorted(request.rid for ticket, request in entries if self._is_live(ticket, request))
+    def started(self, request: Request) -> None:
+        lane = self.lanes[request.account]
+        lane.started(request)
+        if len(self.lanes) > 1:
+            self.add(request.account, self.lanes.pop(request.account))
 
-    def _is_live(self, ticket: int, request: Request) -> bool:
-        return request.ticket == ticket and self._waiting.get(request.rid) is request
-
-
-def _length(request: Request) -> Key:
-    return (0, request.prompt_len, request.arrival)
-
-
-def _fcfs(request: Request) -> Key:
-    return (int(request.fresh), 0, request.arrival)
-
-
-def _priority(request: Request) -> Key:
-    return (request.priority, int(request.fresh), request.arrival)
-
-
-def _shortest(request: Request) -> Key:
-    fresh = request.fresh
-    return (int(fresh), request.prompt_len if fresh else 0, request.arrival)
-
-
-def _longest(request: Request) -> Key:
-    fresh = request.fresh
-    return (int(fresh), -request.prompt_len if fresh else 0, request.arrival)
-
-
-_KEYS: dict[SchedulingPolicy, Callable[[Request], Key]] = {
-    "fcfs": _fcfs,
-    "priority": _priority,
-    "shortest": _shortest,
-    "longest": _longest,
-}
+    def forget(self, request: Request) -> None:
+        lane = self.lanes[request.account]
+        lane.forget(request)
+        if not lane.waiting:
+            del self.lanes[request.account]
+            self._accounts = None

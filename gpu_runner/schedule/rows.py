@@ -9,7 +9,7 @@ from asyncengine.config import PAGE_SIZE
 from gpu_runner.kvcache.pages import PagePool
 from gpu_runner.kvcache.radix import RadixTree
 from gpu_runner.schedule.plan import Int32
-from gpu_runner.schedule.queues import Request
+from gpu_runner.schedule.request import Request
 from gpu_runner.schedule.slots import Slots, State
 
 
@@ -26,7 +26,6 @@ class Rows:
         self.pool = PagePool(num_pages)
         self.tree = RadixTree(self.pool)
         self.caching = caching
-        self._admissions = 0
 
     @property
     def usable_tokens(self) -> int:
@@ -47,8 +46,8 @@ class Rows:
     def start(self, request: Request, *, watermark: int) -> bool:
         """Give a waiting request a slot and pages for all its known tokens, the cached prefix's among them.
 
-        False when it has to wait: no slot, fewer than `watermark` pages would be left, or
-        its own last step is still on the device.
+        False when it has to wait: no slot, fewer than `watermark` pages would be left, its own last step is still on
+        the device, or it could lose its pages again though it must not.
         """
         slots = self.slots
         retracted = request.slot >= 0
@@ -56,7 +55,9 @@ class Rows:
             return False
         if not retracted and not slots.num_free:
             return False
-        tokens = slots.tokens[request.slot, : slots.known[request.slot]] if retracted else request.tokens
+        if request.keeps_pages and not self._lasts(request):
+            return False
+        tokens = self._tokens(request)
         match = self.tree.match(request.namespace, tokens[: self._reusable(request, len(tokens))])
         cached = len(match.pages)
         needed = -(-len(tokens) // PAGE_SIZE) - cached
@@ -71,14 +72,31 @@ class Rows:
         slots.page_table[slot, : len(pages)] = pages
         slots.num_pages[slot] = len(pages)
         slots.node[slot] = match.node
-        slots.computed[slot] = cached * PAGE_SIZE
-        slots.state[slot] = State.PREFILL
-        slots.announced[slot] = False
-        slots.admitted[slot] = self._admissions
-        self._admissions += 1
+        slots.admit(slot, request, cached * PAGE_SIZE)
         if not retracted:
             slots.cached_tokens[slot] = min(cached * PAGE_SIZE, request.prompt_len)
         return True
+
+    def lacking_pages(self, request: Request, *, watermark: int) -> int:
+        """How many pages short of its start a waiting request is."""
+        tokens = self._tokens(request)
+        match = self.tree.match(request.namespace, tokens[: self._reusable(request, len(tokens))])
+        self.tree.lock(match.node)  # what it would hold cannot be evicted for it
+        available = self.pool.num_free + self.tree.num_evictable
+        self.tree.unlock(match.node, self.pool.completed_epoch)
+        return -(-len(tokens) // PAGE_SIZE) - len(match.pages) + watermark - available
+
+    def _tokens(self, request: Request) -> Int32:
+        slots, slot = self.slots, request.slot
+        return slots.tokens[slot, : slots.known[slot]] if slot >= 0 else request.tokens
+
+    def _lasts(self, request: Request) -> bool:
+        """Whether the rows that keep their pages, and this one, have enough of them to their ends: all others give way
+        to them, so that none of them ever has to give up its own."""
+        slots = self.slots
+        kept = slots.limit[slots.keeps_pages & (slots.num_pages > 0)]
+        pages = int((-(-kept // PAGE_SIZE)).sum()) + -(-request.limit // PAGE_SIZE)
+        return pages < self.pool.num_pages or not len(kept)
 
     def _reusable(self, request: Request, num_tokens: int) -> int:
         """How many of its tokens need not be computed if they are cached: the last must be, to sample after it, and

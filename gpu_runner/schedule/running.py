@@ -40,7 +40,7 @@ class DecodeRows:
         self.length: Int32 = np.ones(len(slot), np.int32)  # [R], tokens of each row in a step
         self.samples: Bool = np.ones(len(slot), np.bool_)  # [R]
         self.any_constrained = bool(slots.constrained[self.index].any())
-        self.any_interactive = bool(slots.interactive[self.index].any())
+        self.any_interactive = not slots.background[self.index].all()
         self.start: Int32 = slots.computed[self.index]  # [R], positions of the next step's tokens
         left = (self.limit - self.start).min(initial=np.iinfo(np.int32).max)
         self.steps_before_last = int(left) - 2  # steps until one in which a row samples its last token
@@ -88,8 +88,8 @@ class DecodeRows:
 
 
 class Running:
-    """Rows that decode, prefill (slots in order of admission), are held or drain; `Slots.state` says the same of each
-    slot.
+    """Rows that decode, prefill (slots in the order in which they get chunks), are held or drain; `Slots.state` says
+    the same of each slot.
 
     A constrained row that sampled is held until its mask arrives, so that it is in one step at a time:
 
@@ -122,7 +122,7 @@ class Running:
 
     @property
     def holds_interactive(self) -> bool:
-        return bool(self._held) and bool(self._slots.interactive[list(self._held)].any())
+        return bool(self._held) and not self._slots.background[list(self._held)].all()
 
     @property
     def decode(self) -> DecodeRows:
@@ -205,13 +205,10 @@ class Running:
         self._held.update(held.tolist())
         self._set_decode(self._decode[slots.state[self._decode] == State.DECODE])
 
-    def least_deserving(self, *, by_priority: bool) -> int:
-        """The newest active row; by priority, the newest of the least important ones."""
-        rows = np.concatenate([self._decode, np.array([*self.prefill, *self._held], np.int32)])
-        order = [self._slots.admitted[rows]]
-        if by_priority:
-            order.append(self._slots.priority[rows])
-        return int(rows[np.lexsort(order)[-1]])
+    @property
+    def active(self) -> Int32:
+        """Slots of the rows that later steps will hold, in no order."""
+        return np.concatenate([self._decode, np.array([*self.prefill, *self._held], np.int32)])
 
     def check_integrity(self) -> None:
         state = self._slots.state

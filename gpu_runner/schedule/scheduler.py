@@ -20,6 +20,7 @@ All per-step work is numpy over rows. Python loops touch only rows that start, e
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -37,10 +38,12 @@ from gpu_runner.schedule.limits import total_tokens
 from gpu_runner.schedule.masked_rows import MaskedRows
 from gpu_runner.schedule.plan import Int32, StepPlan, StepResult
 from gpu_runner.schedule.plan_builder import PlanBuilder, PlanDraft
+from gpu_runner.schedule.precedence import Precedence
 from gpu_runner.schedule.prefill import Prefill
 from gpu_runner.schedule.prefill_marks import PrefillMarks
 from gpu_runner.schedule.prompt_scores import PromptScores
-from gpu_runner.schedule.queues import Request, WaitingQueue
+from gpu_runner.schedule.queues import WaitingQueue
+from gpu_runner.schedule.request import MAX_PREEMPTIONS, Request
 from gpu_runner.schedule.rows import Rows
 from gpu_runner.schedule.running import DecodeRows, Running
 from gpu_runner.schedule.slots import State
@@ -50,6 +53,7 @@ from gpu_runner.schedule.step_time import StepTime
 from gpu_runner.schedule.transfers import Transfers
 
 RUNS = int(Finish.NONE)  # numpy takes microseconds to compare with a member of an enumeration
+STEPS_BETWEEN_LOOKS = 8
 FROM_THE_BEGINNING = tuple(Resume(choice, b"", 0) for choice in range(MAX_N))
 """Each choice of a request that has no output yet."""
 
@@ -99,14 +103,18 @@ class Scheduler:
             self._running,
             self.masked_rows,
             rooms=StepRooms(self.step_time, buckets, self._running, gap_ns or {}),
+            tenants=self.queue.tenants,
             marks=self._marks,
             counters=self.counters,
             max_scores=max_num_seqs,
             clock=clock,
         )
+        self._precedence = Precedence(self.slots, self._running, self.queue.tenants, by_priority=policy == "priority")
         self._slot_of: dict[int, int] = {}  # rid -> slot of every request that holds one
         self._closed: list[tuple[int, int]] = []  # (slot, gen) aborted since the last output
         self._blocked: Request | None = None  # the queue's head, if the last plan had no room for it
+        self._refused = 0  # pushes of the queue when it had been found that nobody gives way to `_blocked`; 0 = not yet
+        self._room_after = 0  # the step with which the pages come back of rows that gave way to it
         self._next_step = 1
         self._next_arrival = 0
 
@@ -140,6 +148,8 @@ class Scheduler:
         )
         if not self.rows.caching:
             namespace = f"\0{rid}"  # a prefix of its own: shared among its choices, with nobody else
+        if self.queue.tenants.lifts(terms.tenant):
+            self._charge_outputs()
         now = self._clock()
         prompt_len, seed = len(prompt), params.seed or 0
         for place, part in enumerate(resume or FROM_THE_BEGINNING[: params.n]):
@@ -171,6 +181,8 @@ class Scheduler:
         """End `rid` wherever it is; unknown rids (ended already, or not here yet) are ignored."""
         request = self.queue.remove(rid)
         slot = self._slot_of.get(rid)
+        if request is not None and slot is None:
+            self.queue.tenants.leave(request.account)
         if slot is not None:
             if self.slots.opened[slot]:
                 self._closed.append((slot, int(self.slots.gen[slot])))
@@ -202,17 +214,41 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """Decide the next step and account for it as if it had run; None when no row can run now."""
-        if self._policy == "priority":
-            self._preempt_for_blocked()
+        blocked = self._blocked
+        choosing = bool(len(self.queue)) and not self._all_wait()
+        if choosing and len(self.queue.tenants) > 1:
+            self._charge_outputs()
+        if choosing and blocked is not None:
+            self._make_room(blocked)
+        if choosing or not len(self.queue):
+            self._blocked = None
         draft = self._plan_decode()
-        budget = self._prefill.go_on(self._budget - len(draft.decode), draft)
-        self._admit(budget, draft)
+        budget = self._budget - len(draft.decode)
+        if choosing:
+            self._pass_prefill(budget)
+        budget = self._prefill.go_on(budget, draft)
+        if choosing:
+            self._admit(budget, draft)
+            if self._blocked is not blocked:
+                self._refused = 0
         if not draft:
             return None
         plan = self._builder.build(draft, self._next_step)
         self._next_step += 1
         self._running.advance(plan.step, draft.decode, draft.prefilled(self.slots))
         return plan
+
+    def _all_wait(self) -> bool:
+        """No row is free, and nobody who waits takes one from others."""
+        blocked = self._blocked
+        full = self._running.num_active >= self._max_num_seqs
+        return blocked is not None and full and self._is_refused and blocked.rid in self.queue
+
+    @property
+    def _is_refused(self) -> bool:
+        """Nobody gives way to what is blocked. Until a request comes or a row ends, only what tenants are served can
+        change that: every so many steps is often enough to look."""
+        return self._refused == self.queue.pushes and self._next_step % STEPS_BETWEEN_LOOKS != 0
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
         """Take in the results of the oldest step in flight; rows that left meanwhile are dropped by generation."""
@@ -298,20 +334,20 @@ class Scheduler:
         return needs_page, self.rows.missing_pages(len(needs_page))
 
     def _retract_for(self, missing: int) -> None:
-        """Retract the newest (with policy priority: the least important) rows until their pages cover `missing`."""
+        """Retract the rows that deserve their pages least until these cover `missing`."""
         self._running.store()
         while missing > 0 and self._running.num_active > 1:
-            victim = self._least_deserving()
+            victim = self._precedence.least_deserving()
+            if victim is None:
+                return
             growing = self.slots.computed[victim] == self.slots.num_pages[victim] * PAGE_SIZE
             missing -= int(self.slots.num_pages[victim]) + int(growing)
             self._retract(victim)
 
-    def _least_deserving(self) -> int:
-        return self._running.least_deserving(by_priority=self._policy == "priority")
-
     def _retract(self, slot: int) -> None:
-        """Take the row's pages, keeping what it computed in the prefix tree, and put it at the head of the queue."""
+        """Take the row's pages, keeping what it computed in the prefix tree, and put it at the head of its tenant's."""
         self._running.leave(slot)
+        self._charge_rest(slot)
         self.queue.push(self.rows.retract(slot))
         self._marks.retracted(slot, self._clock())
         self.counters.preemptions += 1
@@ -319,30 +355,47 @@ class Scheduler:
     # --------------------------------------------------------------------------------------------------- admission
 
     def _admit(self, budget: int, draft: PlanDraft) -> None:
-        """Start waiting requests, in the policy's order, while tokens, rows and pages allow."""
-        self._blocked = None
+        """Start waiting requests, in the queue's order, while tokens, rows and pages allow."""
         while budget > 0:
             request = self.queue.head()
             if request is None:
                 return
-            if not self._start(request):
+            if request is self._blocked or not self._start(request, len(self._running.prefill)):
                 self._blocked = request
                 request = self._filler(request)
-                if request is None or not self._start(request):
+                if request is None or not self._start(request, len(self._running.prefill)):
                     return
             budget = self._prefill.place(request.slot, budget, draft)
 
     def _filler(self, head: Request) -> Request | None:
-        """A shorter request to use pages that are too few for `head`. With policy priority rows make room instead."""
-        if self._policy == "priority" or self.num_running >= self._max_num_seqs:
+        """A shorter request to use pages that are too few for `head`; none where rows make room for that instead."""
+        if self._policy == "priority" or self._room_after > self.rows.pool.completed_epoch:
+            return None
+        if self.num_running >= self._max_num_seqs:
             return None
         filler = self.queue.filler(head)
         if filler is None or not self.rows.has_room(len(filler.prompt), watermark=self.num_running):
             return None
         return filler
 
-    def _start(self, request: Request) -> bool:
-        """Make a waiting request a prefilling row; False when it has to wait."""
+    def _pass_prefill(self, budget: int) -> None:
+        """Start waiting requests whose prompts go before the rest of ones that are under way, as far as `budget` tokens
+        would reach."""
+        prefill = self._running.prefill
+        while prefill and (request := self.queue.head()) is not None:
+            place = self._precedence.place(request)
+            # One whose turn came by its age starts though it passes nobody: behind it are others that may.
+            if not request.aged and (place == len(prefill) or self._prefill.left(prefill[:place]) >= budget):
+                return
+            if not self._start(request, place):
+                self._blocked = request
+                return
+            for slot in prefill[place + 1 :]:
+                if (passed := self.slots.request[slot]) is not None:
+                    passed.overtaken += 1
+
+    def _start(self, request: Request, place: int) -> bool:
+        """Make a waiting request the prefilling row in this place of their order; False when it has to wait."""
         if self.num_running >= self._max_num_seqs:
             return False
         # One page to grow for every running row, so that what is admitted now is not retracted in the next steps.
@@ -352,7 +405,7 @@ class Scheduler:
         self.queue.take(request, resumed=not fresh)
         slot = request.slot
         self._slot_of[request.rid] = slot
-        self._running.prefill.append(slot)
+        self._running.prefill.insert(place, slot)
         self.counters.prefix_query_tokens += int(self.slots.known[slot])
         self.counters.prefix_hit_tokens += int(self.slots.computed[slot])
         if not request.started_ns:
@@ -361,18 +414,33 @@ class Scheduler:
             self.masked_rows.opened(slot, request.params.structured, request.resumed)
         return True
 
-    def _preempt_for_blocked(self) -> None:
-        """With policy priority, a request that found no room takes the place of a running row that matters less."""
-        blocked = self._blocked
-        if blocked is not None and blocked.aged:
-            blocked = self.queue.wanted()  # which takes no row from others itself, but must not keep this one from it
-        if blocked is None or blocked.rid not in self.queue or not self._running.num_active:
+    def _make_room(self, blocked: Request) -> None:
+        """A request that found no room takes the place of rows that it goes before."""
+        if self._is_refused or blocked.rid not in self.queue:
+            return
+        # What is first only by its age takes no row from others, but must not keep one from the request that would.
+        taker = self.queue.wanted() if blocked.aged else blocked
+        assert taker is not None
+        if not self._precedence.may_displace(taker):
+            self._refused = self.queue.pushes
+            return
+        if self._room_after > self.rows.pool.completed_epoch:
             return
         if blocked.slot < 0 and not self.slots.num_free:
             return  # a retracted row would keep its slot: only one that ends makes room
-        victim = self._least_deserving()
-        if self.slots.priority[victim] > blocked.priority:
+        if blocked.slot >= 0 and self.slots.last_step[blocked.slot] > self.rows.pool.completed_epoch:
+            return  # it waits for its own last step
+        victim = self._precedence.displaced_by(taker)
+        if victim is None:
+            self._refused = self.queue.pushes
+            return
+        lacking = self.rows.lacking_pages(blocked, watermark=self.num_running)
+        # Rows that drain are not counted: their places are free with the next commits.
+        while victim is not None and (lacking > 0 or self._running.num_active >= self._max_num_seqs):
+            lacking -= int(self.slots.num_pages[victim]) + 1  # and the one to grow
             self._retract(victim)
+            self._room_after = max(self._room_after, int(self.slots.last_step[victim]))
+            victim = self._precedence.displaced_by(taker)
 
     # -------------------------------------------------------------------------------------------------- row changes
 
@@ -401,10 +469,29 @@ class Scheduler:
         assert request is not None
         self.queue.remove(request.rid)  # where a retracted row waits
         self._running.leave(slot)
+        self._charge_rest(slot)
+        self.queue.tenants.leave(request.account)
         self.prompt_scores.forget(slot)
         self._marks.forget(slot)
         self.rows.end(slot)
         del self._slot_of[request.rid]
+
+    # ------------------------------------------------------------------------------------------------------ tenants
+
+    def _charge_outputs(self) -> None:
+        """Let tenants' accounts know of what the decoding rows got: where one tenant's work is compared with another's,
+        and not in each step of a single one."""
+        rows, charged = self._running.decode, self.slots.charged
+        self.queue.tenants.charge_outputs(self.slots.account[rows.index], rows.start - charged[rows.index])
+        charged[rows.index] = rows.start
+
+    def _charge_rest(self, slot: int) -> None:
+        """Of a row that ends or is retracted, and has left its list."""
+        slots = self.slots
+        tokens = int(slots.computed[slot] - slots.charged[slot])
+        if tokens:
+            slots.charged[slot] = slots.computed[slot]
+            self.queue.tenants.charge_output(int(slots.account[slot]), tokens)
 
     # -------------------------------------------------------------------------------------------------- observation
 
@@ -443,6 +530,10 @@ class Scheduler:
         self._running.check_integrity()
         assert self.num_running <= self._max_num_seqs
         assert set(self._slot_of.values()) == set(np.flatnonzero(slots.state != State.FREE).tolist())
+        holders = [request for request in slots.request if request is not None]
+        waiting = [request for request in self.queue if request.slot < 0]
+        self.queue.tenants.check_integrity(Counter(request.account for request in [*holders, *waiting]))
+        assert all(request.preemptions <= MAX_PREEMPTIONS for request in holders)
         retracted = {request.slot for request in self.queue if request.slot >= 0}
         assert retracted == set(np.flatnonzero(slots.state == State.RETRACTED).tolist())
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from asyncengine.config import PAGE_SIZE
 from gpu_runner.kvcache.radix import Node
 from gpu_runner.schedule.plan import Int32
-from gpu_runner.schedule.queues import Request
+from gpu_runner.schedule.request import Request
 
 
 class State:
@@ -37,7 +37,7 @@ class Slots:
         known - 1 <= computed    once decoding; computed runs ahead of known by the steps in flight
 
     Of rows that decode, `tokens`, `known`, `computed` and `last_step` are behind until `DecodeRows.store`, which is at
-    the latest when one of them ends or another joins.
+    the latest when one of them ends or another joins. `charged` may be ahead of `computed` for as long.
     """
 
     def __init__(self, num_slots: int, max_model_len: int) -> None:
@@ -59,7 +59,13 @@ class Slots:
         self.constrained = np.zeros(num_slots, np.bool_)  # its text has a structure
         self.mask_ready = np.zeros(num_slots, np.bool_)  # of a constrained row: the mask of its next token is there
         self.priority: Int32 = np.zeros(num_slots, np.int32)
-        self.interactive = np.zeros(num_slots, np.bool_)  # the request's service class
+        self.background = np.zeros(num_slots, np.bool_)
+        self.num_background = 0  # slots of such requests
+        self.account: Int32 = np.zeros(num_slots, np.int32)  # its tenant's, in `Tenants`
+        self.begun: Int32 = np.zeros(num_slots, np.int32)  # `computed` when it was admitted
+        self.charged: Int32 = np.zeros(num_slots, np.int32)  # `computed` as far as its tenant's account knows
+        self.keeps_place = np.zeros(num_slots, np.bool_)  # as in `Request`, since it was admitted
+        self.keeps_pages = np.zeros(num_slots, np.bool_)
         self.admitted = np.zeros(num_slots, np.int64)  # order of (re-)admission
         self.last_step = np.zeros(num_slots, np.int64)  # the latest step that holds the row
         # Virtual memory until used: a row costs what it holds, not max_model_len.
@@ -71,6 +77,7 @@ class Slots:
         self.request: list[Request | None] = [None] * num_slots
         self.node: list[Node | None] = [None] * num_slots  # the locked radix node that ends the row's cached prefix
         self._free = list(range(num_slots - 1, -1, -1))
+        self._admissions = 0
 
     @property
     def num_free(self) -> int:
@@ -85,8 +92,9 @@ class Slots:
         self.known[slot] = len(request.tokens)
         self.tokens[slot, : len(request.tokens)] = request.tokens
         self.limit[slot] = request.limit
-        self.priority[slot] = request.priority
-        self.interactive[slot] = request.terms.service_class == "interactive"
+        self.background[slot] = request.background
+        self.num_background += request.background
+        self.account[slot] = request.account
         self.cached_tokens[slot] = 0
         self.score_end[slot] = request.prompt_len - 1 if request.scores_prompt else 0
         self.scored[slot] = 0
@@ -95,8 +103,20 @@ class Slots:
         self.mask_ready[slot] = False
         return slot
 
+    def admit(self, slot: int, request: Request, computed: int) -> None:
+        """The row starts, for the first time or again, with `computed` of its tokens found in the cache."""
+        self.state[slot] = State.PREFILL
+        self.computed[slot] = self.begun[slot] = self.charged[slot] = computed
+        self.priority[slot] = request.priority
+        self.keeps_place[slot] = request.keeps_place
+        self.keeps_pages[slot] = request.keeps_pages
+        self.announced[slot] = False
+        self.admitted[slot] = self._admissions
+        self._admissions += 1
+
     def release(self, slot: int) -> None:
         """Free the slot; its generation moves on, so whatever still arrives for the old one is recognised."""
+        self.num_background -= int(self.background[slot])
         self.state[slot] = State.FREE
         self.gen[slot] += 1
         self.num_pages[slot] = 0
@@ -127,5 +147,11 @@ class Slots:
             assert min(self.computed[slot], self.score_end[slot]) <= self.scored[slot], f"slot {slot} is not scored"
             assert np.array_equal(self.tokens[slot, : len(request.tokens)], request.tokens)
             assert self.computed[slot] <= self.num_pages[slot] * PAGE_SIZE, f"slot {slot} computed beyond its pages"
+            assert self.background[slot] == request.background
+            assert self.account[slot] == request.account
             if state == State.RETRACTED:
                 assert self.num_pages[slot] == 0
+            else:
+                assert self.begun[slot] <= self.charged[slot]
+                assert state == State.DECODE or self.charged[slot] <= self.computed[slot]
+        assert self.num_background == sum(request is not None and request.background for request in self.request)

@@ -96,7 +96,11 @@ class Replica:
         )
         try:
             self.scheduler.add(
-                rid=request.index, prompt=request.prompt(), params=params, max_tokens=request.output_tokens
+                rid=request.index,
+                prompt=request.prompt(),
+                params=params,
+                max_tokens=request.output_tokens,
+                terms=request.terms,
             )
         except InvalidRequestError:
             self._records.refused(request.index)

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from support.engine_core import EngineCore
 
-from asyncengine.config import SchedulingPolicy
+from asyncengine.config import SchedulingPolicy, ServiceClass
 from asyncengine.errors import InvalidRequestError
+from asyncengine.terms import Terms
 
 OPERATIONS_PER_RUN = 1_000
 RUNS = 20
+TERMS = [Terms(tenant=tenant, service_class=each) for tenant in "abc" for each in get_args(ServiceClass)]
 POLICIES: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
 
 
@@ -71,6 +73,7 @@ def add_random(
             ignore_eos=bool(rng.integers(2)),
             stop_token_ids=(3,) if rng.random() < 0.3 else (),
             prompt_logprobs=scored,
+            terms=TERMS[rng.integers(len(TERMS))],
         )
         if scored is not None:
             asked.update(dict.fromkeys(range(rid, rid + choices), scored))

@@ -12,7 +12,8 @@ from support.engine_core import EngineCore
 
 from asyncengine.config import SchedulingPolicy
 from asyncengine.sampling import SamplingParams
-from gpu_runner.schedule.queues import MAX_OVERTAKES, Request, WaitingQueue
+from gpu_runner.schedule.queues import MAX_OVERTAKES, WaitingQueue
+from gpu_runner.schedule.request import Request
 
 POLICIES: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
 

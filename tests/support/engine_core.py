@@ -12,6 +12,7 @@ from support.paged_model import PagedModel, expected_output
 
 from asyncengine.config import SchedulingPolicy
 from asyncengine.sampling import SamplingParams
+from asyncengine.terms import DEFAULT_TERMS, Terms
 from asyncengine.wire.base import Finish
 from asyncengine.wire.frames import Open, PromptLogprobs
 from asyncengine.wire.requests import Resume
@@ -77,15 +78,30 @@ class EngineCore:
         self.finish_order: list[int] = []
         self.row_of: dict[tuple[int, int], int] = {}  # (slot, gen) -> rid
 
-    def add(self, rid: int, prompt: np.ndarray | list[int], max_tokens: int, **params: Any) -> None:
-        self.add_request(rid, np.asarray(prompt, np.int32), SamplingParams(max_tokens=max_tokens, **params))
+    def add(
+        self,
+        rid: int,
+        prompt: np.ndarray | list[int],
+        max_tokens: int,
+        *,
+        terms: Terms = DEFAULT_TERMS,
+        **params: Any,
+    ) -> None:
+        sampling = SamplingParams(max_tokens=max_tokens, **params)
+        self.add_request(rid, np.asarray(prompt, np.int32), sampling, terms=terms)
 
     def add_request(
-        self, rid: int, prompt: np.ndarray, sampling: SamplingParams, resume: tuple[Resume, ...] = ()
+        self,
+        rid: int,
+        prompt: np.ndarray,
+        sampling: SamplingParams,
+        resume: tuple[Resume, ...] = (),
+        *,
+        terms: Terms = DEFAULT_TERMS,
     ) -> None:
         max_tokens = sampling.max_tokens
         assert max_tokens is not None
-        self.scheduler.add(rid=rid, prompt=prompt, params=sampling, max_tokens=max_tokens, resume=resume)
+        self.scheduler.add(rid=rid, prompt=prompt, params=sampling, max_tokens=max_tokens, resume=resume, terms=terms)
         choices = [part.choice for part in resume] or range(sampling.n)
         for own, choice in enumerate(choices, rid):
             self.asked[own] = sampling, choice
