@@ -33,6 +33,7 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
         eos_ids=executor.model_config.eos_ids,
         policy=engine.scheduling_policy,
         enable_prefix_caching=engine.enable_prefix_caching,
+        session_pin_share=engine.session_pin_share,
     )
     grammar = None
     if executor.model_config.eos_ids and executor.masks.readable:

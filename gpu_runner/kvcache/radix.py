@@ -26,7 +26,7 @@ from asyncengine.config import PAGE_SIZE
 from gpu_runner.kvcache.node import REMOVED, Node, RecencyList, require
 from gpu_runner.kvcache.pages import Int32, IntegrityError, PagePool
 
-__all__ = ["Match", "Node", "RadixTree"]
+__all__ = ["Match", "Node", "RadixTree", "common_length"]
 
 
 class Match(NamedTuple):
@@ -96,6 +96,14 @@ class RadixTree:
             at = at.parent
         if used_as_one:
             self._merge_into_only_child(node)
+
+    def pin(self, node: Node) -> None:
+        """Keep what ends with the node cached, though no row uses it."""
+        self.lock(node)
+
+    def unpin(self, node: Node) -> None:
+        """Undo one `pin(node)`."""
+        self.unlock(node, 0)  # no step has read the pages for its sake
 
     def insert(self, namespace: str, tokens: Int32, pages: Int32) -> Node:
         """Make `tokens` [k * PAGE_SIZE] cached and return the node that ends with them, unlocked where it is new.
@@ -185,7 +193,7 @@ class RadixTree:
             child = node.children.get(rest[:PAGE_SIZE].tobytes())
             if child is None:
                 break
-            common = _common_pages(child.tokens, rest)
+            common = common_length(child.tokens, rest) // PAGE_SIZE
             depth += common
             if common < len(child.pages):
                 return self._split(child, common), depth
@@ -256,10 +264,11 @@ def _int32(tokens: Int32) -> Int32:
     return np.ascontiguousarray(tokens, dtype=np.int32)
 
 
-def _common_pages(a: Int32, b: Int32) -> int:
+def common_length(a: Int32, b: Int32) -> int:
+    """How many tokens both begin with."""
     shorter = min(len(a), len(b))
     equal = a[:shorter] == b[:shorter]
-    return (shorter if equal.all() else int(equal.argmin())) // PAGE_SIZE
+    return shorter if equal.all() else int(equal.argmin())
 
 
 def _shortened(run: Int32, length: int) -> Int32:

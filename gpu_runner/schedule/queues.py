@@ -30,7 +30,8 @@ class Request:
     output that it has; shown: as in `Resume`. arrival: order of arrival, unique. slot: -1 until the request has run; a
     retracted request keeps its slot, its tokens so far and its place in the detokenizer. queued_ns, started_ns: when it
     came and when it was first planned, by the scheduler's clock; 0 = not yet. ticket: tells its stays in the queue
-    apart. aged: it was overtaken as often as may be, so that its turn came before the policy's.
+    apart. aged: it was overtaken as often as may be, so that its turn came before the policy's. session_tokens,
+    session_common: as in `Open`, from when it started.
     """
 
     rid: int
@@ -51,6 +52,8 @@ class Request:
     started_ns: int = 0
     ticket: int = 0
     aged: bool = False
+    session_tokens: int = -1
+    session_common: int = 0
 
     @property
     def priority(self) -> int:

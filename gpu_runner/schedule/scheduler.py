@@ -64,14 +64,18 @@ class Scheduler:
         eos_ids: tuple[int, ...] = (),
         policy: SchedulingPolicy = "fcfs",
         enable_prefix_caching: bool = True,
+        session_pin_share: float = 0.25,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """clock: in ns; of requests that come, start, prefill and have their first token, never of a decoding step."""
+        """session_pin_share: as in `EngineConfig`. clock: in ns; of sessions, and of requests that come, start, prefill
+        and have their first token, never of a decoding step."""
         self.rows = Rows(
             num_slots=num_slots_for(max_num_seqs),
             max_model_len=max_model_len,
             num_pages=num_pages,
             caching=enable_prefix_caching,
+            session_pin_share=session_pin_share,
+            clock=clock,
         )
         self.slots = self.rows.slots
         self.queue = WaitingQueue(policy)
@@ -173,6 +177,10 @@ class Scheduler:
         if 0 <= slot < self.slots.num_slots and self.slots.gen[slot] == gen and self.slots.state[slot] != State.FREE:
             self._end(slot)
             self.counters.finished += 1
+
+    def release_session(self, tenant: str, session: str) -> None:
+        """Keep its prefix no longer, unless a request of it that runs still ends; unknown ones are ignored."""
+        self.rows.sessions.release(tenant, session)
 
     # ---------------------------------------------------------------------------------------------------- one step
 
@@ -280,13 +288,18 @@ class Scheduler:
         return needs_page, self.rows.missing_pages(len(needs_page))
 
     def _retract_for(self, missing: int) -> None:
-        """Retract the newest (with policy priority: the least important) rows until their pages cover `missing`."""
+        """Retract the newest (with policy priority: the least important) rows until their pages cover `missing`. The
+        last that runs takes what is pinned."""
         self._running.store()
         while missing > 0 and self._running.num_active > 1:
             victim = self._least_deserving()
             growing = self.slots.computed[victim] == self.slots.num_pages[victim] * PAGE_SIZE
             missing -= int(self.slots.num_pages[victim]) + int(growing)
             self._retract(victim)
+        if missing > 0 and self.num_running == 1:
+            last = self.slots.request[self._least_deserving()]
+            assert last is not None
+            self.rows.unpin_for(1, last.terms.tenant)
 
     def _least_deserving(self) -> int:
         return self._running.least_deserving(by_priority=self._policy == "priority")
@@ -329,7 +342,7 @@ class Scheduler:
             return False
         # One page to grow for every running row, so that what is admitted now is not retracted in the next steps.
         retracted, fresh = request.slot >= 0, request.fresh
-        if not self.rows.start(request, watermark=self.num_running):
+        if not self.rows.start(request, watermark=self.num_running, alone=not self.num_running):
             return False
         self.queue.take(request, resumed=not fresh)
         slot = request.slot
@@ -376,6 +389,8 @@ class Scheduler:
             self.prompt_scores.take(slot),
             request.resumed.tobytes(),
             request.shown,
+            request.session_tokens,
+            request.session_common,
         )
 
     def _end(self, slot: int) -> None:
@@ -396,8 +411,10 @@ class Scheduler:
         return request.rid if request is not None and self.slots.gen[slot] == gen else None
 
     def gauges(self) -> dict[str, int]:
-        """Current counts and running totals. free_pages + cached_pages = total_pages when nothing runs."""
+        """Current counts and running totals. When nothing runs, free_pages + cached_pages + pinned_pages = total_pages,
+        but that a page which two tenants have pinned counts for both."""
         counters, rows = self.counters, self.rows
+        rows.sessions.expire()
         short_of_pages = self._blocked is not None and self.num_running < self._max_num_seqs
         return {
             "running": self.num_running,
@@ -406,6 +423,8 @@ class Scheduler:
             "total_pages": rows.pool.num_pages - 1,
             "free_pages": rows.pool.num_free,
             "cached_pages": rows.tree.num_evictable,
+            "pinned_pages": rows.sessions.num_pages,
+            "sessions": len(rows.sessions),
             "steps": self._next_step - 1,
             "preemptions": counters.preemptions,
             "prefill_tokens": counters.prefill_tokens,
