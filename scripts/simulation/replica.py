@@ -40,6 +40,7 @@ class ReplicaConfig(NamedTuple):
     max_num_batched_tokens: int = 2048
     policy: SchedulingPolicy = "fcfs"
     prefix_caching: bool = True
+    session_pin_share: float = 0.25
 
 
 class _Step(NamedTuple):
@@ -65,6 +66,7 @@ class Replica:
             max_num_batched_tokens=config.max_num_batched_tokens,
             policy=config.policy,
             enable_prefix_caching=config.prefix_caching,
+            session_pin_share=config.session_pin_share,
             clock=lambda: self.now_ns,
         )
         num_slots = num_slots_for(config.max_num_seqs)
@@ -91,7 +93,11 @@ class Replica:
         )
         try:
             self.scheduler.add(
-                rid=request.index, prompt=request.prompt(), params=params, max_tokens=request.output_tokens
+                rid=request.index,
+                prompt=request.prompt(),
+                params=params,
+                max_tokens=request.output_tokens,
+                terms=request.terms,
             )
         except InvalidRequestError:
             self._records.refused(request.index)

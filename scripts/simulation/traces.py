@@ -12,6 +12,7 @@ import numpy as np
 
 from asyncengine.bench.workload import make_jobs, read_trace
 from asyncengine.config import PAGE_SIZE
+from asyncengine.terms import DEFAULT_TERMS, Terms
 from gpu_runner.schedule.plan import Int32
 
 HASHED_TOKENS = 512
@@ -33,6 +34,7 @@ class TraceRequest:
     blocks: tuple[int, ...] = ()
     block_tokens: int = HASHED_TOKENS
     priority: int = 0
+    terms: Terms = DEFAULT_TERMS
 
     def prompt(self) -> Int32:
         """Token ids [prompt_tokens]: equal blocks have equal ids."""
