@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,7 +26,6 @@ from asyncengine.terms import Terms
 from gpu_runner.kvcache.node import Node, require
 from gpu_runner.kvcache.pages import Int32
 from gpu_runner.kvcache.radix import RadixTree, common_length
-from gpu_runner.kvcache.session import PinnedPrefixes, Session
 
 ALL_TENANTS_SHARE = 0.5
 """Of the KV cache, what the sessions of all tenants together may pin."""
@@ -39,8 +39,31 @@ MAX_TOKENS = 1 << 26
 UNKNOWN = (-1, 0)
 
 
+@dataclass(slots=True, eq=False)
+class Session:
+    """What the last request of a session left.
+
+    tokens: its prompt and output. number: of all sessions that were ever kept, rising. ends_ns: when it is forgotten.
+    node: ends the pinned prefix; None where nothing is pinned.
+    """
+
+    tenant: str
+    name: str
+    namespace: str
+    tokens: Int32
+    ends_ns: int
+    number: int
+    node: Node | None = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who ends sooner comes first."""
+        return self.ends_ns, self.number
+
+
 class Sessions:
-    """All sessions of all tenants over one prefix tree, of which it uses `match`, `pin` and `unpin`."""
+    """All sessions of all tenants over one prefix tree, of which it uses `match`, `pin`, `unpin` and
+    `num_unpinned`."""
 
     def __init__(self, tree: RadixTree, *, num_pages: int, tenant_share: float, clock: Callable[[], int]) -> None:
         """num_pages: of the KV cache, tenant_share of which one tenant's sessions may pin. clock: in ns."""
@@ -65,8 +88,8 @@ class Sessions:
         session = self._find(terms.tenant, terms.session)
         if session is None:
             return UNKNOWN
-        tokens = session.tokens
-        return len(tokens), common_length(tokens, prompt) if session.namespace == namespace else 0
+        common = common_length(session.tokens, prompt) if session.namespace == namespace else 0
+        return len(session.tokens), common
 
     def keep(self, terms: Terms, namespace: str, tokens: Int32) -> None:
         """A request of the session has ended, with `tokens`: they take the place of what the session had. With no time
@@ -76,7 +99,7 @@ class Sessions:
             return
         ends_ns = self._clock() + round(1e9 * min(terms.session_ttl_seconds, MAX_TTL_SECONDS))
         self._last_number += 1
-        session = Session(terms.tenant, terms.session, namespace, tokens.tobytes(), ends_ns, self._last_number)
+        session = Session(terms.tenant, terms.session, namespace, tokens.copy(), ends_ns, self._last_number)
         tenant = self._tenants.setdefault(session.tenant, _Tenant())
         tenant.by_name[session.name] = session
         self._num_sessions += 1
@@ -121,7 +144,7 @@ class Sessions:
         require(
             num_tokens == self._num_tokens <= MAX_TOKENS, f"{num_tokens} tokens of sessions, not {self._num_tokens}"
         )
-        num_pages = sum(tenant.pinned.num_pages for tenant in self._tenants.values())
+        num_pages = sum(tenant.num_pages for tenant in self._tenants.values())
         require(num_pages == self.num_pages <= self.total_quota, f"{num_pages} pages pinned, not {self.num_pages}")
         for name, tenant in self._tenants.items():
             tenant.check_integrity(name, self.tenant_quota)
@@ -164,55 +187,60 @@ class Sessions:
     def _pin(self, session: Session, tenant: _Tenant) -> None:
         """Pin what is cached of the session's tokens, but no more than fits when no other session of the tenant has
         pins, and those lose them as far as it takes."""
-        pinned, tokens = tenant.pinned, session.tokens
-        others = self.num_pages - pinned.num_pages
-        cached = len(self._tree.match(session.namespace, tokens).pages)
-        count = min(cached, self.tenant_quota, self.total_quota - others)
-        while pinned.num_pages + pinned.num_new(session, count) > min(self.tenant_quota, self.total_quota - others):
-            self._unpin(_ends_soonest(pinned))
-        if not count:
+        most = min(self.tenant_quota, self.total_quota - (self.num_pages - tenant.num_pages))
+        node, pages = self._tree.match(session.namespace, session.tokens)
+        tokens = session.tokens[: min(len(pages), most) * PAGE_SIZE]
+        if not len(tokens):
             return
-        node, pages = self._tree.match(session.namespace, tokens[: count * PAGE_SIZE])
-        self._tree.pin(node)
-        session.node, session.num_pages = node, len(pages)
-        self.num_pages += pinned.add(session)
+        if len(pages) > most:
+            node = self._tree.match(session.namespace, tokens).node
+        while tenant.num_pages + self._tree.num_unpinned(node, session.tenant) > most:
+            self._unpin(_ends_soonest(tenant.pinned))
+            node = self._tree.match(session.namespace, tokens).node  # an unlocked one may be gone
+        num_new = self._tree.pin(node, session.tenant)
+        session.node = node
+        tenant.pinned.add(session)
+        tenant.num_pages += num_new
+        self.num_pages += num_new
 
     def _unpin(self, session: Session) -> None:
         if session.node is None:
             return
-        self._tree.unpin(session.node)
-        self.num_pages -= self._tenants[session.tenant].pinned.remove(session)
-        session.node, session.num_pages = None, 0
+        tenant = self._tenants[session.tenant]
+        num_gone = self._tree.unpin(session.node, session.tenant)
+        session.node = None
+        tenant.pinned.remove(session)
+        tenant.num_pages -= num_gone
+        self.num_pages -= num_gone
 
 
 class _Tenant:
-    """One tenant's sessions, and those of them that have pins."""
+    """One tenant's sessions, and those of them that have pins: on `num_pages` different pages."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, Session] = {}
-        self.pinned = PinnedPrefixes()
+        self.pinned: set[Session] = set()
+        self.num_pages = 0
 
     def check_integrity(self, tenant: str, quota: int) -> None:
         require(0 < len(self.by_name) <= MAX_SESSIONS_PER_TENANT, f"a tenant has {len(self.by_name)} sessions")
         require(all((s.tenant, s.name) == (tenant, name) for name, s in self.by_name.items()), "a session is misnamed")
         pinned = {session for session in self.by_name.values() if session.node is not None}
-        require(pinned == set(self.pinned) and len(pinned) == len(self.pinned), "pins of sessions that are not known")
-        prefixes = [session.prefix(session.num_pages) for session in self.pinned]
-        require(prefixes == sorted(prefixes), "pinned prefixes are out of order")
+        require(pinned == self.pinned, "a session that is not known has pins")
         pages: set[int] = set()
         for session in pinned:
             tokens, own = _path(session.node)
-            require(len(own) == session.num_pages > 0, f"{len(own)} pages pinned, not {session.num_pages}")
-            require(tokens == session.prefix(session.num_pages)[1], "a session has another's prefix pinned")
+            require(len(own) > 0, "a session has nothing pinned")
+            require(np.array_equal(tokens, session.tokens[: len(tokens)]), "a session has another's prefix pinned")
             pages.update(own)
-        require(len(pages) == self.pinned.num_pages <= quota, f"{len(pages)} pages pinned, not {self.pinned.num_pages}")
+        require(len(pages) == self.num_pages <= quota, f"{len(pages)} pages pinned, not {self.num_pages}")
 
 
 def _ends_soonest(sessions: Iterable[Session]) -> Session:
     return min(sessions, key=lambda session: session.order)
 
 
-def _path(node: Node | None) -> tuple[bytes, list[int]]:
+def _path(node: Node | None) -> tuple[Int32, list[int]]:
     """Tokens and pages from the start of what is cached to the end of `node`, which must be held."""
     tokens: list[Int32] = []
     pages: list[Int32] = []
@@ -221,4 +249,4 @@ def _path(node: Node | None) -> tuple[bytes, list[int]]:
         tokens.append(node.tokens)
         pages.append(node.pages)
         node = node.parent
-    return np.concatenate(tokens[::-1]).tobytes(), np.concatenate(pages[::-1]).tolist()
+    return np.concatenate(tokens[::-1]), np.concatenate(pages[::-1]).tolist()
