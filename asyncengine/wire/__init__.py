@@ -8,7 +8,7 @@ requests
     engine -> tokenizer      EncodeText | EncodeIds | EncodeChat | Abort | TokenizeText | TokenizeChat | Detokenize
                              | Relink
     tokenizer -> gpu_runner  Generate | Abort | Relink                     ("requests")
-    engine, detokenizer -> gpu_runner  Abort | StopHit                     ("control")
+    engine, detokenizer -> gpu_runner  Abort | ReleaseSession | StopHit    ("control")
 frames
     gpu_runner -> detokenizer          StepFrame
 answers
