@@ -39,6 +39,7 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
         },
         host_pages=executor.host_pages,
         page_load_ns=executor.page_load_ns,
+        session_pin_share=engine.session_pin_share,
     )
     grammar = None
     if executor.model_config.eos_ids and executor.masks.readable:

@@ -8,7 +8,7 @@ from asyncengine.config import API_WORKER_SHIFT
 from asyncengine.errors import EngineError, InvalidRequestError, QueueFullError
 from asyncengine.wire.answers import Failed
 from asyncengine.wire.pipes import Pipes, Poller, Sender, pipe_name
-from asyncengine.wire.requests import Abort, Generate, StopHit, ToRunner, ToRunnerControl
+from asyncengine.wire.requests import Abort, Generate, ReleaseSession, StopHit, ToRunner, ToRunnerControl
 from gpu_runner.grammar.gate import GrammarGate
 from gpu_runner.outbox import Outbox
 from gpu_runner.schedule.limits import QueueLimits
@@ -90,6 +90,8 @@ class Inbox:
                 self._scheduler.stop(message.slot, message.gen)
             elif isinstance(message, Abort):
                 self._abort(message.rid)
+            elif isinstance(message, ReleaseSession):
+                self._scheduler.release_session(message.tenant, message.session)
 
     def _take(self, message: Generate) -> None:
         if any(map(self._scheduler.knows, message.rids)):

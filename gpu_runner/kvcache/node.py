@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -25,6 +26,7 @@ class Node:
         "next",
         "pages",
         "parent",
+        "pins",
         "prev",
         "tokens",
     )
@@ -36,6 +38,7 @@ class Node:
         self.pages = pages
         self.children: dict[bytes, Node] = {}
         self.lock_count = 0
+        self.pins: dict[str, int] = {}  # by owner, how many pins are held here or below
         self.epoch = 0  # the last step that may read the pages on behalf of a lock that is gone
         self.last_use = 0  # the tree's count of uses at the latest one
         self.prev: Node | None = None
@@ -63,6 +66,7 @@ class Node:
         num_tokens, num_pages = len(self.tokens), len(self.pages)
         require(num_tokens == num_pages * PAGE_SIZE, f"a node has {num_tokens} tokens in {num_pages} pages")
         locks = 0
+        pins: Counter[str] = Counter()
         for key, child in self.children.items():
             require(child.parent is self, "a child names another parent")
             require(len(child.pages) > 0, "a node has no pages")
@@ -72,7 +76,12 @@ class Node:
             used_before = self.parent is None or child.last_use <= self.last_use
             require(used_before, f"a child's last use {child.last_use} is after its parent's {self.last_use}")
             locks += child.lock_count
+            pins.update(child.pins)
         require(self.lock_count >= locks, f"lock count {self.lock_count} is under the children's sum {locks}")
+        require(
+            sum(self.pins.values()) <= self.lock_count and min(self.pins.values(), default=1) > 0, "a pin locks not"
+        )
+        require(all(self.pins.get(owner, 0) >= count for owner, count in pins.items()), "a child has more pins")
 
 
 class RecencyList:

@@ -26,7 +26,7 @@ from asyncengine.config import PAGE_SIZE
 from gpu_runner.kvcache.node import REMOVED, Node, RecencyList, require
 from gpu_runner.kvcache.pages import Int32, IntegrityError, PagePool
 
-__all__ = ["Match", "Node", "RadixTree"]
+__all__ = ["Match", "Node", "RadixTree", "common_length"]
 
 
 class Match(NamedTuple):
@@ -96,6 +96,38 @@ class RadixTree:
             at = at.parent
         if used_as_one:
             self._merge_into_only_child(node)
+
+    def pin(self, node: Node, owner: str) -> int:
+        """Lock the node for longer than a row runs. Returns how many more pages `owner` has pinned now."""
+        num_new = self.num_unpinned(node, owner)
+        self.lock(node)
+        at: Node | None = node
+        while at is not None:
+            at.pins[owner] = at.pins.get(owner, 0) + 1
+            at = at.parent
+        return num_new
+
+    def unpin(self, node: Node, owner: str) -> int:
+        """Undo one `pin(node, owner)`. Returns how many fewer pages `owner` has pinned now."""
+        num_gone = 0
+        at: Node | None = node
+        while at is not None:
+            at.pins[owner] -= 1
+            if not at.pins[owner]:
+                del at.pins[owner]
+                num_gone += len(at.pages)
+            at = at.parent
+        self.unlock(node, 0)  # no step has read the pages for the pin's sake
+        return num_gone
+
+    def num_unpinned(self, node: Node, owner: str) -> int:
+        """How many pages up to the node's end `owner` has not pinned."""
+        count = 0
+        at: Node | None = node
+        while at is not None and owner not in at.pins:
+            count += len(at.pages)
+            at = at.parent
+        return count
 
     def insert(self, namespace: str, tokens: Int32, pages: Int32) -> Node:
         """Make `tokens` [k * PAGE_SIZE] cached and return the node that ends with them, unlocked where it is new.
@@ -185,7 +217,7 @@ class RadixTree:
             child = node.children.get(rest[:PAGE_SIZE].tobytes())
             if child is None:
                 break
-            common = _common_pages(child.tokens, rest)
+            common = common_length(child.tokens, rest) // PAGE_SIZE
             depth += common
             if common < len(child.pages):
                 return self._split(child, common), depth
@@ -199,6 +231,7 @@ class RadixTree:
         cut = num_upper * PAGE_SIZE
         upper = Node(lower.namespace, parent, lower.tokens[:cut].copy(), lower.pages[:num_upper].copy())
         upper.lock_count, upper.epoch, upper.last_use = lower.lock_count, lower.epoch, lower.last_use
+        upper.pins = dict(lower.pins)
         lower.tokens, lower.pages, lower.parent = lower.tokens[cut:].copy(), lower.pages[num_upper:].copy(), upper
         upper.children[lower.key] = lower
         parent.children[upper.key] = upper
@@ -256,10 +289,11 @@ def _int32(tokens: Int32) -> Int32:
     return np.ascontiguousarray(tokens, dtype=np.int32)
 
 
-def _common_pages(a: Int32, b: Int32) -> int:
+def common_length(a: Int32, b: Int32) -> int:
+    """How many tokens both begin with."""
     shorter = min(len(a), len(b))
     equal = a[:shorter] == b[:shorter]
-    return (shorter if equal.all() else int(equal.argmin())) // PAGE_SIZE
+    return shorter if equal.all() else int(equal.argmin())
 
 
 def _shortened(run: Int32, length: int) -> Int32:

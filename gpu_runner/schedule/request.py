@@ -28,7 +28,8 @@ class Request:
     came and when it was first planned, by the scheduler's clock; 0 = not yet. ticket: tells its stays in the queue
     apart. aged: it was overtaken as often as may be, so that its turn came before the policy's. account: its tenant's,
     in `Tenants`; -1 = none yet. overtaken: requests that started before the rest of its prompt since it had a chunk.
-    family: what it waits with, if its prompt is long enough.
+    family: what it waits with, if its prompt is long enough. session_tokens, session_common: as in `Open`, from when it
+    started.
     """
 
     rid: int
@@ -52,6 +53,8 @@ class Request:
     account: int = -1
     overtaken: int = 0
     family: Family | None = None
+    session_tokens: int = -1
+    session_common: int = 0
 
     @property
     def priority(self) -> int:

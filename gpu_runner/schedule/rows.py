@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncengine.config import PAGE_SIZE
 from gpu_runner.kvcache.pages import PagePool
 from gpu_runner.kvcache.radix import RadixTree
+from gpu_runner.kvcache.sessions import Sessions
 from gpu_runner.schedule.plan import Int32
 from gpu_runner.schedule.request import Request
 from gpu_runner.schedule.slots import Slots, State
@@ -18,13 +21,25 @@ class Rows:
 
     A row holds one reference on each of its pages and a lock on the tree node that ends its cached prefix. Whatever it
     gives up carries the row's last step as its epoch: pages become free when that step is done on the device.
-    `caching` False: what a row computed is forgotten when it ends (while it runs, its namespace still shares it).
+    `caching` False: what a row computed is forgotten when it ends (while it runs, its namespace still shares it), and
+    no session is kept.
     """
 
-    def __init__(self, *, num_slots: int, max_model_len: int, num_pages: int, caching: bool) -> None:
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        max_model_len: int,
+        num_pages: int,
+        caching: bool,
+        session_pin_share: float,
+        clock: Callable[[], int],
+    ) -> None:
+        """session_pin_share: as in `EngineConfig`. clock: in ns."""
         self.slots = Slots(num_slots, max_model_len)
         self.pool = PagePool(num_pages)
         self.tree = RadixTree(self.pool)
+        self.sessions = Sessions(self.tree, num_pages=num_pages - 1, tenant_share=session_pin_share, clock=clock)
         self.caching = caching
 
     @property
@@ -35,6 +50,7 @@ class Rows:
     def missing_pages(self, count: int) -> int:
         """How many of `count` pages cannot be had now, after evicting cached prefixes as far as needed."""
         if count > self.pool.num_free:
+            self.sessions.expire()
             self.tree.evict(count - self.pool.num_free)
         return max(0, count - self.pool.num_free)
 
@@ -43,11 +59,18 @@ class Rows:
         needed = -(-num_tokens // PAGE_SIZE)
         return needed + watermark <= self.pool.num_free + self.tree.num_evictable
 
-    def start(self, request: Request, *, watermark: int) -> bool:
+    def unpin_for(self, count: int, tenant: str) -> None:
+        """Have sessions give up pins until `tenant` can have `count` pages once no step is in flight."""
+        self.sessions.give_way(
+            tenant, lambda: count <= self.pool.num_free + self.pool.num_deferred + self.tree.num_evictable
+        )
+
+    def start(self, request: Request, *, watermark: int, alone: bool) -> bool:
         """Give a waiting request a slot and pages for all its known tokens, the cached prefix's among them.
 
         False when it has to wait: no slot, fewer than `watermark` pages would be left, its own last step is still on
-        the device, or it could lose its pages again though it must not.
+        the device, or it could lose its pages again though it must not. alone: nothing runs, so that what it waits for
+        may be pinned.
         """
         slots = self.slots
         retracted = request.slot >= 0
@@ -62,6 +85,10 @@ class Rows:
         cached = len(match.pages)
         needed = -(-len(tokens) // PAGE_SIZE) - cached
         self.tree.lock(match.node)
+        if needed + watermark > self.pool.num_free + self.tree.num_evictable:
+            self.sessions.expire()
+            if alone:
+                self.unpin_for(needed + watermark, request.terms.tenant)
         fits = needed + watermark <= self.pool.num_free + self.tree.num_evictable
         if not fits or self.missing_pages(needed):
             self.tree.unlock(match.node, self.pool.completed_epoch)
@@ -75,6 +102,9 @@ class Rows:
         slots.admit(slot, request, cached * PAGE_SIZE)
         if not retracted:
             slots.cached_tokens[slot] = min(cached * PAGE_SIZE, request.prompt_len)
+            if request.terms.session:
+                compared = self.sessions.compare(request.terms, request.namespace, request.prompt)
+                request.session_tokens, request.session_common = compared
         return True
 
     def lacking_pages(self, request: Request, *, watermark: int) -> int:
@@ -143,7 +173,7 @@ class Rows:
         self.tree.unlock(node, epoch)
         self.pool.decref(slots.pages(slot), epoch)
         slots.node[slot] = None
-        slots.num_pages[slot] = slots.computed[slot] = 0
+        slots.num_pages[slot] = slots.computed[slot] = slots.charged[slot] = 0
 
     def retract(self, slot: int) -> Request:
         """Take the row's pages away but not its slot; its request can be started again and continues exactly."""
@@ -156,20 +186,24 @@ class Rows:
         return request
 
     def end(self, slot: int) -> None:
-        """The row is over: cache what it computed, give everything back."""
+        """The row is over: cache what it computed, for its session if it has one, and give everything back."""
         slots = self.slots
         request = slots.request[slot]
         assert request is not None
+        has_begun = slots.state[slot] == State.RETRACTED or slots.computed[slot] > 0
         if slots.state[slot] != State.RETRACTED:
             if self.caching:
                 self.share(slot)
             self.give_up_pages(slot)
         if not self.caching:
             self.tree.drop_namespace(request.namespace)
+        elif request.terms.session and has_begun:
+            self.sessions.keep(request.terms, request.namespace, slots.tokens[slot, : slots.known[slot]])
         slots.release(slot)
 
     def check_integrity(self) -> None:
         self.slots.check_integrity()
         self.tree.check_integrity()
+        self.sessions.check_integrity()
         held = [self.slots.pages(slot) for slot in range(self.slots.num_slots)]
         self.pool.check_integrity(np.concatenate([*held, self.tree.pages_held()]))

@@ -72,17 +72,21 @@ class Scheduler:
         policy: SchedulingPolicy = "fcfs",
         enable_prefix_caching: bool = True,
         gap_ns: Mapping[ServiceClass, int] | None = None,
+        session_pin_share: float = 0.25,
         clock: Callable[[], int] = time.monotonic_ns,
         host_pages: int = 0,
         page_load_ns: int = 0,
     ) -> None:
         """gap_ns: the longest that prompts may make a step while rows of a class decode in it; None = any length.
-        clock: in ns; of requests that come, start, prefill and have their first token, never of a decoding step."""
+        session_pin_share: as in `EngineConfig`. clock: in ns; of sessions, and of requests that come, start, prefill
+        and have their first token, never of a decoding step."""
         self.rows = Rows(
             num_slots=num_slots_for(max_num_seqs),
             max_model_len=max_model_len,
             num_pages=num_pages,
             caching=enable_prefix_caching,
+            session_pin_share=session_pin_share,
+            clock=clock,
         )
         self.slots = self.rows.slots
         self.queue = WaitingQueue(policy)
@@ -195,6 +199,10 @@ class Scheduler:
         if 0 <= slot < self.slots.num_slots and self.slots.gen[slot] == gen and self.slots.state[slot] != State.FREE:
             self._end(slot)
             self.counters.finished += 1
+
+    def release_session(self, tenant: str, session: str) -> None:
+        """Keep its prefix no longer, unless a request of it that runs still ends; unknown ones are ignored."""
+        self.rows.sessions.release(tenant, session)
 
     # ---------------------------------------------------------------------------------------------------- one step
 
@@ -334,15 +342,20 @@ class Scheduler:
         return needs_page, self.rows.missing_pages(len(needs_page))
 
     def _retract_for(self, missing: int) -> None:
-        """Retract the rows that deserve their pages least until these cover `missing`."""
+        """Retract the rows that deserve their pages least until these cover `missing`. What is pinned goes when none is
+        left to be retracted."""
         self._running.store()
-        while missing > 0 and self._running.num_active > 1:
-            victim = self._precedence.least_deserving()
+        while missing > 0:
+            victim = self._precedence.least_deserving() if self._running.num_active > 1 else None
             if victim is None:
-                return
+                break
             growing = self.slots.computed[victim] == self.slots.num_pages[victim] * PAGE_SIZE
             missing -= int(self.slots.num_pages[victim]) + int(growing)
             self._retract(victim)
+        if missing > 0 and self.num_running == self._running.num_active:  # no row that drains gives any back
+            first = self.slots.request[int(self._running.active[0])]
+            assert first is not None
+            self.rows.unpin_for(missing, first.terms.tenant)
 
     def _retract(self, slot: int) -> None:
         """Take the row's pages, keeping what it computed in the prefix tree, and put it at the head of its tenant's."""
@@ -400,7 +413,7 @@ class Scheduler:
             return False
         # One page to grow for every running row, so that what is admitted now is not retracted in the next steps.
         retracted, fresh = request.slot >= 0, request.fresh
-        if not self.rows.start(request, watermark=self.num_running):
+        if not self.rows.start(request, watermark=self.num_running, alone=not self.num_running):
             return False
         self.queue.take(request, resumed=not fresh)
         slot = request.slot
@@ -462,6 +475,8 @@ class Scheduler:
             self.prompt_scores.take(slot),
             request.resumed.tobytes(),
             request.shown,
+            request.session_tokens,
+            request.session_common,
         )
 
     def _end(self, slot: int) -> None:
@@ -501,8 +516,10 @@ class Scheduler:
         return request.rid if request is not None and self.slots.gen[slot] == gen else None
 
     def gauges(self) -> dict[str, int]:
-        """Current counts and running totals. free_pages + cached_pages = total_pages when nothing runs."""
+        """Current counts and running totals. When nothing runs, free_pages + cached_pages + pinned_pages = total_pages,
+        but that a page which two tenants have pinned counts for both."""
         counters, rows = self.counters, self.rows
+        rows.sessions.expire()
         short_of_pages = self._blocked is not None and self.num_running < self._max_num_seqs
         return {
             "running": self.num_running,
@@ -511,6 +528,8 @@ class Scheduler:
             "total_pages": rows.pool.num_pages - 1,
             "free_pages": rows.pool.num_free,
             "cached_pages": rows.tree.num_evictable,
+            "pinned_pages": rows.sessions.num_pages,
+            "sessions": len(rows.sessions),
             "steps": self._next_step - 1,
             "preemptions": counters.preemptions,
             "prefill_tokens": counters.prefill_tokens,

@@ -136,7 +136,7 @@ class Slots:
             assert (slot in free) == (state == State.FREE), f"slot {slot} is in state {state}"
             assert (self.request[slot] is None) == (state == State.FREE)
             if state == State.FREE:
-                assert self.num_pages[slot] == 0
+                assert self.num_pages[slot] == self.computed[slot] == self.charged[slot] == 0
                 continue
             request = self.request[slot]
             assert request is not None
@@ -150,7 +150,7 @@ class Slots:
             assert self.background[slot] == request.background
             assert self.account[slot] == request.account
             if state == State.RETRACTED:
-                assert self.num_pages[slot] == 0
+                assert self.num_pages[slot] == self.computed[slot] == self.charged[slot] == 0
             else:
                 assert self.begun[slot] <= self.charged[slot]
                 assert state == State.DECODE or self.charged[slot] <= self.computed[slot]

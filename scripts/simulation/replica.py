@@ -42,6 +42,7 @@ class ReplicaConfig(NamedTuple):
     prefix_caching: bool = True
     interactive_gap_ms: float = 50.0
     background_gap_ms: float = 500.0
+    session_pin_share: float = 0.25
 
 
 class _Step(NamedTuple):
@@ -70,6 +71,7 @@ class Replica:
                 "interactive": round(1e6 * config.interactive_gap_ms),
                 "background": round(1e6 * config.background_gap_ms),
             },
+            session_pin_share=config.session_pin_share,
             clock=lambda: self.now_ns,
         )
         num_slots = num_slots_for(config.max_num_seqs)

@@ -508,3 +508,24 @@ def test_the_integrity_check_finds_each_kind_of_damage() -> None:
     tree._pool.decref(lower.pages, 0)
     with pytest.raises(IntegrityError, match="not its own"):
         tree.check_integrity()
+
+
+def test_pages_are_pinned_once_by_each_owner_whatever_is_split_or_merged_meanwhile() -> None:
+    cache = Cache()
+    long = cache.add(1, 2, 3, 4)
+    assert cache.tree.pin(long, "a") == 4
+    short = cache.tree.match("", tokens_of((1, 2))).node
+    assert cache.tree.num_unpinned(short, "a") == 0
+    assert cache.tree.num_unpinned(short, "b") == 2
+    assert cache.tree.pin(short, "b") == 2
+    other = cache.add(1, 2, 5)
+    assert cache.tree.pin(other, "a") == 1
+    cache.check()
+    assert cache.tree.evict(100) == 0
+    assert cache.tree.unpin(long, "a") == 2
+    assert cache.tree.unpin(other, "a") == 3
+    cache.check()
+    assert cache.tree.num_evictable == 3
+    assert cache.tree.unpin(short, "b") == 2
+    cache.check()
+    assert cache.tree.evict(100) == 5

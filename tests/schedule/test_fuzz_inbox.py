@@ -12,8 +12,18 @@ from support.fuzzing import counted, read_frame, slice_of, strange_frame
 from support.wire_examples import FRAME, GENERATE, ints
 
 from asyncengine.sampling import SamplingParams, Structured
+from asyncengine.terms import Terms
 from asyncengine.wire.pipes import Pipes, make_run_dir
-from asyncengine.wire.requests import Abort, Generate, Relink, Resume, StopHit, ToRunner, ToRunnerControl
+from asyncengine.wire.requests import (
+    Abort,
+    Generate,
+    ReleaseSession,
+    Relink,
+    Resume,
+    StopHit,
+    ToRunner,
+    ToRunnerControl,
+)
 from gpu_runner.inbox import Inbox
 from gpu_runner.outbox import Outbox
 from gpu_runner.schedule.limits import QueueLimits
@@ -27,11 +37,12 @@ REQUESTS: list[msgspec.Struct] = [
     Generate(2, ints(*range(40)), SamplingParams(n=3, seed=5, logprobs=3, logit_bias=((5, 1.0),)), 5, b"", "x"),
     Generate(3, ints(4), SamplingParams(), 5, b"", "", (Resume(0, ints(4, 5), 3), Resume(1, b"", 0))),
     Generate(4, ints(4), SamplingParams(structured=Structured("regex", "a")), 5, b"", ""),
+    Generate(5, ints(*range(20)), SamplingParams(), 5, b"", "", (), Terms("a", "background", "s", 5.0)),
     Abort(7),
     Relink("detokenizer_proc", 0, 1),
     FRAME,
 ]
-CONTROL: list[msgspec.Struct] = [StopHit(0, 1), Abort(1), Abort(8), FRAME]
+CONTROL: list[msgspec.Struct] = [StopHit(0, 1), Abort(1), Abort(8), ReleaseSession("a", "s"), FRAME]
 
 
 def test_a_running_inbox_takes_any_frame_and_the_requests_behind_it() -> None:

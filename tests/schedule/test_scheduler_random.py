@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from itertools import count
 from typing import get_args
 
 import numpy as np
@@ -15,7 +16,8 @@ from asyncengine.terms import Terms
 
 OPERATIONS_PER_RUN = 1_000
 RUNS = 20
-TERMS = [Terms(tenant=tenant, service_class=each) for tenant in "abc" for each in get_args(ServiceClass)]
+TENANTS, SESSIONS = ("", "a", "b"), ("1", "2", "3")
+CLASSES: tuple[ServiceClass, ...] = get_args(ServiceClass)
 POLICIES: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
 
 
@@ -30,6 +32,8 @@ def test_random_operations_keep_every_invariant_and_every_answer(seed: int) -> N
         policy=POLICIES[seed % 4],
         enable_prefix_caching=bool(rng.integers(4)),
         vocab_size=30,
+        session_pin_share=float(rng.choice([0.2, 0.6])),
+        clock=count(1, 1_000_000).__next__,  # a millisecond each time that somebody looks
     )
     families = [rng.integers(0, 30, 128, dtype=np.int32) for _ in range(3)]
     next_rid = 1
@@ -46,13 +50,23 @@ def test_random_operations_keep_every_invariant_and_every_answer(seed: int) -> N
             core.stop(*list(core.row_of)[rng.integers(len(core.row_of))])
         elif action < 0.23 and next_rid > 1:
             next_rid = resume_random(core, rng, next_rid, asked, dropped)
+        elif action < 0.24:
+            core.scheduler.release_session(*random_session(rng))
         else:
             core.turn()
     core.run()
     core.assert_all_right()
     core.assert_prompts_scored(asked)
     assert max(len(plan.scores) for plan in core.plans) <= core.scheduler.slots.num_slots // 2
+    for tenant in TENANTS:
+        for session in SESSIONS:
+            core.scheduler.release_session(tenant, session)
+    assert core.scheduler.gauges()["sessions"] == core.scheduler.gauges()["pinned_pages"] == 0
     core.assert_nothing_held()
+
+
+def random_session(rng: np.random.Generator) -> tuple[str, str]:
+    return TENANTS[rng.integers(3)], SESSIONS[rng.integers(3)]
 
 
 def add_random(
@@ -63,6 +77,10 @@ def add_random(
         prompt[-1] = rng.integers(30)
     choices = int(rng.integers(1, 4)) if rng.random() < 0.2 else 1
     scored = int(rng.integers(3)) if rng.random() < 0.05 else None
+    tenant, session = random_session(rng)
+    terms = Terms(tenant, CLASSES[rng.integers(2)])
+    if rng.random() < 0.4:
+        terms = Terms(terms.tenant, terms.service_class, session, float(rng.choice([0.0, 0.05, 1.0])))
     with contextlib.suppress(InvalidRequestError):  # some can never fit; refusing them must change nothing
         core.add(
             rid,
@@ -73,7 +91,7 @@ def add_random(
             ignore_eos=bool(rng.integers(2)),
             stop_token_ids=(3,) if rng.random() < 0.3 else (),
             prompt_logprobs=scored,
-            terms=TERMS[rng.integers(len(TERMS))],
+            terms=terms,
         )
         if scored is not None:
             asked.update(dict.fromkeys(range(rid, rid + choices), scored))

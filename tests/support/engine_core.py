@@ -45,6 +45,7 @@ class EngineCore:
         check: bool = True,
         device: Any = None,
         depth: int = 2,
+        session_pin_share: float = 0.25,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.vocab_size, self.eos_ids, self.check, self.depth = vocab_size, eos_ids, check, depth
@@ -56,6 +57,7 @@ class EngineCore:
             eos_ids=eos_ids,
             policy=policy,
             enable_prefix_caching=enable_prefix_caching,
+            session_pin_share=session_pin_share,
             clock=clock,
         )
         self.model = device or PagedModel(
@@ -84,11 +86,12 @@ class EngineCore:
         prompt: np.ndarray | list[int],
         max_tokens: int,
         *,
+        namespace: str = "",
         terms: Terms = DEFAULT_TERMS,
         **params: Any,
     ) -> None:
         sampling = SamplingParams(max_tokens=max_tokens, **params)
-        self.add_request(rid, np.asarray(prompt, np.int32), sampling, terms=terms)
+        self.add_request(rid, np.asarray(prompt, np.int32), sampling, namespace=namespace, terms=terms)
 
     def add_request(
         self,
@@ -97,11 +100,20 @@ class EngineCore:
         sampling: SamplingParams,
         resume: tuple[Resume, ...] = (),
         *,
+        namespace: str = "",
         terms: Terms = DEFAULT_TERMS,
     ) -> None:
         max_tokens = sampling.max_tokens
         assert max_tokens is not None
-        self.scheduler.add(rid=rid, prompt=prompt, params=sampling, max_tokens=max_tokens, resume=resume, terms=terms)
+        self.scheduler.add(
+            rid=rid,
+            prompt=prompt,
+            params=sampling,
+            max_tokens=max_tokens,
+            resume=resume,
+            namespace=namespace,
+            terms=terms,
+        )
         choices = [part.choice for part in resume] or range(sampling.n)
         for own, choice in enumerate(choices, rid):
             self.asked[own] = sampling, choice
@@ -198,7 +210,7 @@ class EngineCore:
     def assert_nothing_held(self) -> None:
         gauges = self.scheduler.gauges()
         assert gauges["running"] == gauges["waiting"] == 0
-        assert gauges["free_pages"] + gauges["cached_pages"] == gauges["total_pages"]
+        assert gauges["free_pages"] + gauges["cached_pages"] + gauges["pinned_pages"] == gauges["total_pages"]
         assert self.scheduler.slots.num_free == self.scheduler.slots.num_slots
 
     def _take(self, output: StepOutput) -> None:
