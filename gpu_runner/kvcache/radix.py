@@ -56,12 +56,13 @@ class RadixTree:
         """
         end, _ = self._walk(namespace, _int32(tokens))
         self._touch(end)
-        runs = []
-        node = end
-        while node.parent is not None:
-            runs.append(node.pages)
-            node = node.parent
-        return Match(end, np.concatenate(runs[::-1]) if runs else np.empty(0, dtype=np.int32))
+        return Match(end, _joined([node.pages for node in end.path()]))
+
+    def content(self, node: Node) -> tuple[Int32, Int32]:
+        """What a handle, locked or not, stands for: tokens [k * PAGE_SIZE] and pages [k] from the start to the node's
+        end; none of either once it has left the tree."""
+        path = [] if node.lock_count == REMOVED else node.path()
+        return _joined([part.tokens for part in path]), _joined([part.pages for part in path])
 
     def lock(self, node: Node) -> None:
         """Keep the node and its ancestors from eviction. Raises `IntegrityError` if it has been evicted already."""
@@ -148,8 +149,7 @@ class RadixTree:
 
     def pages_held(self) -> Int32:
         """Every page reference the tree holds: [num_pages], a page once per reference."""
-        runs = [node.pages for root in self._roots.values() for node in root.descendants()]
-        return np.concatenate(runs) if runs else np.empty(0, dtype=np.int32)
+        return _joined([node.pages for root in self._roots.values() for node in root.descendants()])
 
     def check_integrity(self) -> None:
         """Recompute every invariant; raises `IntegrityError`."""
@@ -254,6 +254,10 @@ class RadixTree:
 def _int32(tokens: Int32) -> Int32:
     """A child's key is the bytes of its tokens, which only means something in one dtype."""
     return np.ascontiguousarray(tokens, dtype=np.int32)
+
+
+def _joined(runs: list[Int32]) -> Int32:
+    return np.concatenate(runs) if runs else np.empty(0, dtype=np.int32)
 
 
 def _common_pages(a: Int32, b: Int32) -> int:

@@ -2,29 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncengine.config import PAGE_SIZE
 from gpu_runner.kvcache.pages import PagePool
-from gpu_runner.kvcache.radix import RadixTree
+from gpu_runner.kvcache.radix import Match, RadixTree
+from gpu_runner.schedule.host_tier import HostTier
 from gpu_runner.schedule.plan import Int32
 from gpu_runner.schedule.queues import Request
 from gpu_runner.schedule.slots import Slots, State
 
 
 class Rows:
-    """Slots, page pool and prefix tree, changed together.
+    """Slots, page pool and prefix tree, and the tier in host memory if there is one, changed together.
 
     A row holds one reference on each of its pages and a lock on the tree node that ends its cached prefix. Whatever it
     gives up carries the row's last step as its epoch: pages become free when that step is done on the device.
     `caching` False: what a row computed is forgotten when it ends (while it runs, its namespace still shares it).
     """
 
-    def __init__(self, *, num_slots: int, max_model_len: int, num_pages: int, caching: bool) -> None:
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        max_model_len: int,
+        num_pages: int,
+        caching: bool,
+        host_pages: int,
+        page_load_ns: int,
+        prefill_ns: Callable[[int, int], int],
+    ) -> None:
         self.slots = Slots(num_slots, max_model_len)
         self.pool = PagePool(num_pages)
         self.tree = RadixTree(self.pool)
+        self.tier = (
+            HostTier(
+                self.slots,
+                self.pool,
+                self.tree,
+                host_pages=host_pages,
+                page_load_ns=page_load_ns,
+                prefill_ns=prefill_ns,
+            )
+            if host_pages
+            else None
+        )
         self.caching = caching
         self._admissions = 0
 
@@ -45,7 +70,8 @@ class Rows:
         return needed + watermark <= self.pool.num_free + self.tree.num_evictable
 
     def start(self, request: Request, *, watermark: int) -> bool:
-        """Give a waiting request a slot and pages for all its known tokens, the cached prefix's among them.
+        """Give a waiting request a slot and pages for all its known tokens, the cached prefix's among them. What is
+        cached in host memory only is loaded, where that is quicker than to compute it.
 
         False when it has to wait: no slot, fewer than `watermark` pages would be left, or
         its own last step is still on the device.
@@ -57,8 +83,10 @@ class Rows:
         if not retracted and not slots.num_free:
             return False
         tokens = slots.tokens[request.slot, : slots.known[request.slot]] if retracted else request.tokens
-        match = self.tree.match(request.namespace, tokens[: self._reusable(request, len(tokens))])
+        reusable = tokens[: self._reusable(request, len(tokens))]
+        match = self.tree.match(request.namespace, reusable)
         cached = len(match.pages)
+        found = self.tier.find(request.namespace, reusable, cached) if self.tier is not None else None
         needed = -(-len(tokens) // PAGE_SIZE) - cached
         self.tree.lock(match.node)
         fits = needed + watermark <= self.pool.num_free + self.tree.num_evictable
@@ -71,14 +99,37 @@ class Rows:
         slots.page_table[slot, : len(pages)] = pages
         slots.num_pages[slot] = len(pages)
         slots.node[slot] = match.node
-        slots.computed[slot] = cached * PAGE_SIZE
         slots.state[slot] = State.PREFILL
+        if self.tier is not None:
+            if found is not None:
+                self._load(slot, found, cached)
+                cached += len(found.pages)
+            self.tier.begins(slot)
+            if ticket := self.tier.loaded_by(pages[:cached]):
+                slots.load_ticket[slot] = ticket
+                slots.state[slot] = State.LOADING
+        slots.computed[slot] = cached * PAGE_SIZE
         slots.announced[slot] = False
         slots.admitted[slot] = self._admissions
         self._admissions += 1
         if not retracted:
             slots.cached_tokens[slot] = min(cached * PAGE_SIZE, request.prompt_len)
         return True
+
+    def _load(self, slot: int, found: Match, cached: int) -> None:
+        """Have the row's pages behind the `cached` first ones filled with what was found in host memory. They are in
+        the tree from now on."""
+        assert self.tier is not None
+        slots, request, node = self.slots, self.slots.request[slot], self.slots.node[slot]
+        assert request is not None
+        assert node is not None
+        end = cached + len(found.pages)
+        pages = slots.pages(slot)[:end].copy()
+        longer = self.tree.insert(request.namespace, slots.tokens[slot, : end * PAGE_SIZE], pages)
+        self.tree.lock(longer)
+        self.tree.unlock(node, self.pool.completed_epoch)
+        slots.node[slot] = longer
+        self.tier.load(found, pages[cached:], longer)
 
     def _reusable(self, request: Request, num_tokens: int) -> int:
         """How many of its tokens need not be computed if they are cached: the last must be, to sample after it, and
@@ -132,6 +183,7 @@ class Rows:
         request = self.slots.request[slot]
         assert request is not None
         self.share(slot)
+        self._store(slot)
         self.give_up_pages(slot)
         self.slots.state[slot] = State.RETRACTED
         request.preemptions += 1
@@ -145,13 +197,29 @@ class Rows:
         if slots.state[slot] != State.RETRACTED:
             if self.caching:
                 self.share(slot)
+                self._store(slot)
             self.give_up_pages(slot)
         if not self.caching:
             self.tree.drop_namespace(request.namespace)
+            if self.tier is not None:
+                self.tier.tree.drop_namespace(request.namespace)
         slots.release(slot)
+
+    def _store(self, slot: int) -> None:
+        """The row lets go of its pages; those that it has in the tree may be stored."""
+        node = self.slots.node[slot]
+        if self.tier is not None and node is not None:
+            self.tier.ended(node)
 
     def check_integrity(self) -> None:
         self.slots.check_integrity()
         self.tree.check_integrity()
         held = [self.slots.pages(slot) for slot in range(self.slots.num_slots)]
+        if self.tier is not None:
+            self.tier.check_integrity()
+            held.append(self.tier.pages_held())
+            for slot in np.flatnonzero(self.slots.state > State.FREE).tolist():
+                computed = self.slots.pages(slot)[: self.slots.computed[slot] // PAGE_SIZE]
+                waits = self.slots.state[slot] == State.LOADING
+                assert waits or not self.tier.loaded_by(computed), "a row runs on pages that are being loaded"
         self.pool.check_integrity(np.concatenate([*held, self.tree.pages_held()]))

@@ -33,6 +33,7 @@ from asyncengine.wire.frames import Open, RowMarks
 from asyncengine.wire.requests import Resume
 from gpu_runner.schedule.buckets import token_buckets
 from gpu_runner.schedule.counters import Counters
+from gpu_runner.schedule.host_tier import NO_HOST_GAUGES, recompute_ns
 from gpu_runner.schedule.limits import total_tokens
 from gpu_runner.schedule.masked_rows import MaskedRows
 from gpu_runner.schedule.plan import Int32, StepPlan, StepResult
@@ -45,6 +46,7 @@ from gpu_runner.schedule.rows import Rows
 from gpu_runner.schedule.running import DecodeRows, Running
 from gpu_runner.schedule.slots import State
 from gpu_runner.schedule.step_output import StepOutput, aborted_rows
+from gpu_runner.schedule.transfers import Transfers
 
 RUNS = int(Finish.NONE)  # numpy takes microseconds to compare with a member of an enumeration
 FROM_THE_BEGINNING = tuple(Resume(choice, b"", 0) for choice in range(MAX_N))
@@ -64,14 +66,24 @@ class Scheduler:
         eos_ids: tuple[int, ...] = (),
         policy: SchedulingPolicy = "fcfs",
         enable_prefix_caching: bool = True,
+        host_pages: int = 0,
+        page_load_ns: int = 0,
+        prefill_ns: Callable[[int, int], int] = recompute_ns,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """clock: in ns; of requests that come, start, prefill and have their first token, never of a decoding step."""
+        """clock: in ns; of requests that come, start, prefill and have their first token, never of a decoding step.
+
+        host_pages: KV pages that host memory has room for; page_load_ns: what a page takes from there to the device.
+        prefill_ns: what it takes to compute (tokens, behind a context of tokens), in ns.
+        """
         self.rows = Rows(
             num_slots=num_slots_for(max_num_seqs),
             max_model_len=max_model_len,
             num_pages=num_pages,
             caching=enable_prefix_caching,
+            host_pages=host_pages,
+            page_load_ns=page_load_ns,
+            prefill_ns=prefill_ns,
         )
         self.slots = self.rows.slots
         self.queue = WaitingQueue(policy)
@@ -230,6 +242,8 @@ class Scheduler:
             marked = self._marks.waiting[index]
             if marked.any():
                 now = self._clock()
+                if self.rows.tier is not None:
+                    self.rows.tier.decode(rows[marked])
                 marks = self._marks.take(rows[marked], now)
                 opens = tuple(self._open(int(slot), now) for slot in rows[marked & ~slots.opened[index]])
             constrained = slots.constrained[index]
@@ -241,6 +255,28 @@ class Scheduler:
                 self._end(int(slot))
                 self.counters.finished += 1
         return StepOutput(plan.step, rows, gens, tokens, finish, opens, logprobs, marks)
+
+    @property
+    def loading(self) -> int:
+        """Rows that wait for copies from host memory: `transferred` lets them go on."""
+        return len(self._running.loading)
+
+    @property
+    def copying(self) -> bool:
+        """Whether copies are in flight, or will be if `take_transfers` goes on being called."""
+        return self.rows.tier is not None and self.rows.tier.busy
+
+    def take_transfers(self) -> Transfers | None:
+        """Copies to start now, after each plan and before the next; None if there are none."""
+        tier = self.rows.tier
+        return None if tier is None else tier.take(self._next_step - 1, self._running.decoding)
+
+    def transferred(self, ticket: int) -> None:
+        """All copies up to `ticket` are done."""
+        tier = self.rows.tier
+        if tier is not None and ticket > tier.done_ticket:
+            tier.done(ticket, caching=self.rows.caching)
+            self._running.loaded(ticket)
 
     def take_closed(self) -> StepOutput | None:
         """Rows that were aborted since the last call, for the detokenizer to forget; None if there are none."""
@@ -312,7 +348,8 @@ class Scheduler:
                 request = self._filler(request)
                 if request is None or not self._start(request):
                     return
-            budget -= self._prefill.place(request.slot, budget, draft)
+            if self.slots.state[request.slot] == State.PREFILL:
+                budget -= self._prefill.place(request.slot, budget, draft)
 
     def _filler(self, head: Request) -> Request | None:
         """A shorter request to use pages that are too few for `head`. With policy priority rows make room instead."""
@@ -334,7 +371,7 @@ class Scheduler:
         self.queue.take(request, resumed=not fresh)
         slot = request.slot
         self._slot_of[request.rid] = slot
-        self._running.prefill.append(slot)
+        self._running.begin(slot)
         self.counters.prefix_query_tokens += int(self.slots.known[slot])
         self.counters.prefix_hit_tokens += int(self.slots.computed[slot])
         if not request.started_ns:
@@ -412,6 +449,7 @@ class Scheduler:
             "decode_tokens": counters.decode_tokens,
             "prefix_query_tokens": counters.prefix_query_tokens,
             "prefix_hit_tokens": counters.prefix_hit_tokens,
+            **(NO_HOST_GAUGES if rows.tier is None else rows.tier.gauges()),
             "finished": counters.finished,
             "aborted": counters.aborted,
         }
