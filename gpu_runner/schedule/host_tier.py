@@ -37,6 +37,8 @@ STORES_IN_FLIGHT = 2
 """No more are begun while so many batches' worth of them is under way: they hold pages of the device."""
 PREFIXES_PER_BATCH = 4
 """Prefixes looked at for a batch, whether they turn out to be stored already or not."""
+STEPS_BETWEEN_LOOKS = 8
+"""Steps until the decoding rows are looked at again when none of them had enough to store."""
 PAGES_TO_STORE = 32
 """A row that decodes is looked at when it has so many full pages that are not stored; in small caches sooner."""
 MAX_QUEUED = 4096
@@ -45,6 +47,7 @@ RECOMPUTE_NS = 10_000
 """What a token of a prompt is taken to cost where nobody has measured it."""
 
 NO_HOST_GAUGES = dict.fromkeys(("host_hit_tokens", "host_pages_total", "host_pages_used", "kv_loads", "kv_stores"), 0)
+PAGE_SHIFT = PAGE_SIZE.bit_length() - 1
 _NO_PAGES: Int32 = np.empty(0, np.int32)
 
 
@@ -67,15 +70,20 @@ class HostTier:
         pool: PagePool,
         tree: RadixTree,
         *,
+        caching: bool,
         host_pages: int,
         page_load_ns: int,
         prefill_ns: Callable[[int, int], int],
     ) -> None:
-        """page_load_ns: what a page takes to come back. prefill_ns: what computing (tokens, behind a context) takes."""
+        """caching: as of `Rows`; where it is off, only what a retracted row has computed is stored.
+
+        page_load_ns: what a page takes to come back. prefill_ns: what computing (tokens, behind a context) takes.
+        """
         self.tree = HostTree(HostPool(host_pages))
         self.ticket = 1  # of the next batch
         self.done_ticket = 0
         self.num_loads = self.num_stores = 0  # pages, since the start
+        self._caching = caching
         self._slots = slots
         self._device_pool = pool
         self._device_tree = tree
@@ -85,6 +93,7 @@ class HostTier:
         self._loaded_by = np.zeros(pool.num_pages, np.int64)  # ticket of the latest load into a page of the device
         self._max_stores = min(STORES_PER_BATCH, -(-pool.num_pages // 8))
         self._pages_to_store = min(PAGES_TO_STORE, -(-pool.num_pages // 64))
+        self._next_look = 0  # the step after which the decoding rows are looked at
         self._ended: list[Node] = []  # since the last batch
         self._queue: deque[tuple[int, Node]] = deque(maxlen=MAX_QUEUED)  # (latest step that may write its pages, end)
         self._load_from: list[Int32] = []
@@ -144,7 +153,11 @@ class HostTier:
         if self._ended:
             self._queue.extend((planned, node) for node in self._ended)
             self._ended.clear()
-        stores = self._stores(decoding)
+        stores: list[tuple[Int32, Int32]] = []
+        if self._storing < STORES_IN_FLIGHT * self._max_stores:
+            room, looks = self._store_ended(self._max_stores, stores)
+            if room and looks and self._caching and planned >= self._next_look:
+                self._store_decoding(decoding, planned, room, looks, stores)
         if not stores and not self._loading:
             return None
         store_from, store_to = (np.concatenate(ends) for ends in zip(*stores, strict=True)) if stores else _NOTHING
@@ -156,7 +169,7 @@ class HostTier:
         self.ticket += 1
         return Transfers(self.ticket - 1, store_from, store_to - np.int32(1), load_from - np.int32(1), load_to)
 
-    def done(self, ticket: int, *, caching: bool) -> None:
+    def done(self, ticket: int) -> None:
         """All batches up to `ticket` are done."""
         self.done_ticket = ticket
         while self._in_flight and self._in_flight[0].ticket <= ticket:
@@ -165,16 +178,14 @@ class HostTier:
             self._storing -= len(batch.stored)
             for node in batch.loaded:
                 self._device_tree.unlock(node, 0)
-                if not caching and node.lock_count == 0:  # whom it was loaded for has ended
+                if not self._caching and node.lock_count == 0:  # whom it was loaded for has ended
                     self._device_tree.drop_namespace(node.namespace)
                     self.tree.drop_namespace(node.namespace)
         self.tree.pool.complete(ticket)
 
-    def _stores(self, decoding: Int32) -> list[tuple[Int32, Int32]]:
-        """Begin to store what may be: prefixes that have ended, then the rows that have most to store."""
-        room = self._max_stores if self._storing < STORES_IN_FLIGHT * self._max_stores else 0
-        looks = PREFIXES_PER_BATCH if room else 0
-        stores: list[tuple[Int32, Int32]] = []
+    def _store_ended(self, room: int, stores: list[tuple[Int32, Int32]]) -> tuple[int, int]:
+        """Begin to store prefixes that have ended. Returns what is left of the room, and of the looks."""
+        looks = PREFIXES_PER_BATCH
         while room and looks and self._queue and self._queue[0][0] <= self._device_pool.completed_epoch:
             written, node = self._queue.popleft()
             tokens, pages = self._device_tree.content(node)
@@ -183,21 +194,26 @@ class HostTier:
             looks -= 1
             if depth < len(pages) and not room:
                 self._queue.appendleft((written, node))
-        while room and looks and len(decoding):
-            slots = self._slots
-            unstored = (slots.known[decoding] - np.int32(1)) // PAGE_SIZE - self._stored[decoding]
-            most = int(unstored.argmax())
-            if unstored[most] < self._pages_to_store:
-                break
-            slot = int(decoding[most])
+        return room, looks
+
+    def _store_decoding(
+        self, decoding: Int32, planned: int, room: int, looks: int, stores: list[tuple[Int32, Int32]]
+    ) -> None:
+        """Begin to store what rows have that decode, of those first that have most to store."""
+        slots = self._slots
+        while room and looks:
+            unstored = ((slots.known[decoding] - np.int32(1)) >> PAGE_SHIFT) - self._stored[decoding]
+            if unstored.max(initial=0) < self._pages_to_store:
+                self._next_look = planned + STEPS_BETWEEN_LOOKS
+                return
+            slot = int(decoding[unstored.argmax()])
             request = slots.request[slot]
             assert request is not None
-            full = int(slots.known[slot] - 1) // PAGE_SIZE
+            full = int(slots.known[slot] - 1) >> PAGE_SHIFT
             tokens, pages = slots.tokens[slot, : full * PAGE_SIZE], slots.page_table[slot, :full]
             depth, room = self._store(request.namespace, tokens, pages, room, stores)
             looks -= 1
-            self._stored[slot] = depth if not room else full  # what found no room in host memory finds none soon
-        return stores
+            self._stored[slot] = full if room else depth  # what finds no place in host memory now finds none soon
 
     def _store(
         self, namespace: str, tokens: Int32, pages: Int32, room: int, stores: list[tuple[Int32, Int32]]

@@ -43,6 +43,7 @@ class Rows:
                 self.slots,
                 self.pool,
                 self.tree,
+                caching=caching,
                 host_pages=host_pages,
                 page_load_ns=page_load_ns,
                 prefill_ns=prefill_ns,

@@ -275,7 +275,7 @@ class Scheduler:
         """All copies up to `ticket` are done."""
         tier = self.rows.tier
         if tier is not None and ticket > tier.done_ticket:
-            tier.done(ticket, caching=self.rows.caching)
+            tier.done(ticket)
             self._running.loaded(ticket)
 
     def take_closed(self) -> StepOutput | None:
