@@ -76,8 +76,9 @@ class RadixTree:
             at.lock_count += 1
             at = at.parent
 
-    def unlock(self, node: Node, epoch: int) -> None:
+    def unlock(self, node: Node, epoch: int) -> Node:
         """Undo one `lock(node)`; steps up to `epoch`, the last launched, may still read the pages. Touches the path.
+        Returns the node that has its pages then.
 
         A node that nobody holds any more and that was last used together with its only child is merged into it, so
         that a prompt cached chunk by chunk does not stay a chain of small nodes.
@@ -95,8 +96,7 @@ class RadixTree:
                 self._lru.append(at)
                 self.num_evictable += len(at.pages)
             at = at.parent
-        if used_as_one:
-            self._merge_into_only_child(node)
+        return self._merge_into_only_child(node) if used_as_one else node
 
     def insert(self, namespace: str, tokens: Int32, pages: Int32) -> Node:
         """Make `tokens` [k * PAGE_SIZE] cached and return the node that ends with them, unlocked where it is new.
@@ -206,17 +206,18 @@ class RadixTree:
             self._lru.insert_after(upper, lower)
         return upper
 
-    def _merge_into_only_child(self, node: Node) -> None:
+    def _merge_into_only_child(self, node: Node) -> Node:
         (child,) = node.children.values()
         parent = node.parent
         if parent is None or child.lock_count != node.lock_count:
-            return
+            return node
         parent.children[node.key] = child
         child.parent = parent
         child.tokens = np.concatenate((node.tokens, child.tokens))
         child.pages = np.concatenate((node.pages, child.pages))
         child.epoch = node.epoch
         self._forget(node)
+        return child
 
     def _cut_tail(self, leaf: Node, count: int) -> int:
         """Drop up to `count` pages from the end of an unlocked leaf; returns how many became free at once."""

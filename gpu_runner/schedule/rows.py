@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from asyncengine.config import PAGE_SIZE
 from gpu_runner.kvcache.pages import PagePool
-from gpu_runner.kvcache.radix import Match, RadixTree
+from gpu_runner.kvcache.radix import Match, Node, RadixTree
 from gpu_runner.schedule.host_tier import HostTier
 from gpu_runner.schedule.plan import Int32
 from gpu_runner.schedule.queues import Request
@@ -151,7 +151,11 @@ class Rows:
         return indices, pages
 
     def share(self, slot: int) -> None:
-        """Put the row's computed full pages into the prefix tree, and hold them there."""
+        """Put the row's computed full pages into the prefix tree, and hold them there.
+
+        Where the tree has pages of another row for the same tokens, those are not held: a row that holds more than the
+        pages of its own tokens might never have room for all of them.
+        """
         slots = self.slots
         node, request = slots.node[slot], slots.request[slot]
         assert node is not None
@@ -163,29 +167,42 @@ class Rows:
             return
         tokens = slots.tokens[slot, : full * PAGE_SIZE]
         longer = self.tree.insert(request.namespace, tokens, slots.page_table[slot, :full])
-        if longer is not node:
+        if longer is not node and self._owns(slot, full, longer, node):
             self.tree.lock(longer)
             self.tree.unlock(node, int(slots.last_step[slot]))
             slots.node[slot] = longer
 
-    def give_up_pages(self, slot: int) -> None:
-        """Drop the row's pages; what `share` put into the tree stays there until it is evicted."""
+    def _owns(self, slot: int, full: int, longer: Node, node: Node) -> bool:
+        """Whether the pages from behind `node`, which the row holds, to the end of `longer` are the row's own ones.
+        full: the place in its pages at which `longer` ends."""
+        at, end = longer, full
+        while at is not node and at.parent is not None:
+            begin = end - len(at.pages)
+            if not np.array_equal(at.pages, self.slots.page_table[slot, begin:end]):
+                return False
+            at, end = at.parent, begin
+        return True
+
+    def give_up_pages(self, slot: int) -> Node:
+        """Drop the row's pages; what `share` put into the tree stays there until it is evicted. Returns its end."""
         slots = self.slots
         node = slots.node[slot]
         assert node is not None
         epoch = int(slots.last_step[slot])
-        self.tree.unlock(node, epoch)
+        node = self.tree.unlock(node, epoch)
         self.pool.decref(slots.pages(slot), epoch)
         slots.node[slot] = None
         slots.num_pages[slot] = slots.computed[slot] = 0
+        return node
 
     def retract(self, slot: int) -> Request:
         """Take the row's pages away but not its slot; its request can be started again and continues exactly."""
         request = self.slots.request[slot]
         assert request is not None
         self.share(slot)
-        self._store(slot)
-        self.give_up_pages(slot)
+        node = self.give_up_pages(slot)
+        if self.tier is not None:
+            self.tier.ended(node)
         self.slots.state[slot] = State.RETRACTED
         request.preemptions += 1
         return request
@@ -198,19 +215,14 @@ class Rows:
         if slots.state[slot] != State.RETRACTED:
             if self.caching:
                 self.share(slot)
-                self._store(slot)
-            self.give_up_pages(slot)
+            node = self.give_up_pages(slot)
+            if self.caching and self.tier is not None:
+                self.tier.ended(node)
         if not self.caching:
             self.tree.drop_namespace(request.namespace)
             if self.tier is not None:
                 self.tier.tree.drop_namespace(request.namespace)
         slots.release(slot)
-
-    def _store(self, slot: int) -> None:
-        """The row lets go of its pages; those that it has in the tree may be stored."""
-        node = self.slots.node[slot]
-        if self.tier is not None and node is not None:
-            self.tier.ended(node)
 
     def check_integrity(self) -> None:
         self.slots.check_integrity()

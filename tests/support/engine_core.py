@@ -48,9 +48,9 @@ class EngineCore:
         clock: Callable[[], int] = time.monotonic_ns,
         host_pages: int = 0,
         page_load_ns: int = 0,
-        copies: np.random.Generator | None = None,
+        copies_done: Callable[[], int] = lambda: 1,
     ) -> None:
-        """host_pages: of a tier in host memory, whose copies are as late as `copies` draws; None = nobody waits."""
+        """host_pages: of a tier in host memory; `copies_done`: how many batches of copies a turn sees done."""
         self.vocab_size, self.eos_ids, self.check, self.depth = vocab_size, eos_ids, check, depth
         self.scheduler = Scheduler(
             num_pages=num_pages,
@@ -72,9 +72,8 @@ class EngineCore:
         )
         self.copy_engine = None
         if host_pages:
-            rng = copies or np.random.default_rng(0)
-            self.copy_engine = CopyEngine(self.model, host_pages=host_pages, rng=rng)
-        self._copies_late = copies
+            self.copy_engine = CopyEngine(self.model, host_pages=host_pages, rng=np.random.default_rng(0))
+        self.copies_done = copies_done
         self.in_flight: deque[StepPlan] = deque()
         self.plans: list[StepPlan] = []
         self.asked: dict[int, tuple[SamplingParams, int]] = {}  # of each rid, and its number among its choices
@@ -155,8 +154,7 @@ class EngineCore:
         if (batch := self.scheduler.take_transfers()) is not None:
             self.copy_engine.start(batch)
             self._verify()
-        late = self._copies_late
-        self.copy_engine.finish(int(late.integers(3)) if late is not None and late.random() < 0.3 else late is None)
+        self.copy_engine.finish(self.copies_done())
         self.scheduler.transferred(self.copy_engine.done_ticket)
         self._verify()
 
