@@ -67,14 +67,17 @@ class HostTree(RadixTree):
             self.evict(count - self.pool.num_free)
         new = self.pool.allocate(min(count, self.pool.num_free))
         if len(new):
-            pages = np.concatenate([held, new])
             self.pool.fill(new, ticket)
-            self.hold(self.insert(namespace, tokens[: len(pages) * PAGE_SIZE], pages), ticket)
-            self.pool.decref(new, ticket)
+            begin, end = len(held) * PAGE_SIZE, (len(held) + len(new)) * PAGE_SIZE
+            leaf = self._append(node, tokens[begin:end].copy(), new)
+            self._touch(leaf)
+            self.hold(leaf, ticket)
         self.unlock(node, 0)
         return len(held), new
 
     def hold(self, node: Node, ticket: int) -> None:
         """Keep the pages from the start to the node's end until the copy `ticket` is done."""
-        self.lock(node)
-        self.unlock(node, ticket)
+        at: Node | None = node
+        while at is not None:
+            at.epoch = max(at.epoch, ticket)
+            at = at.parent

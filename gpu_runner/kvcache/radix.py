@@ -111,14 +111,7 @@ class RadixTree:
         if depth < len(pages):
             fresh = np.array(pages[depth:], dtype=np.int32)
             self._pool.incref(fresh)
-            if node.parent is None:
-                self._roots[namespace] = node
-            leaf = Node(namespace, node, tokens[depth * PAGE_SIZE :].copy(), fresh)
-            node.children[leaf.key] = leaf
-            self._lru.append(leaf)
-            self.num_pages += len(fresh)
-            self.num_evictable += len(fresh)
-            node = leaf
+            node = self._append(node, tokens[depth * PAGE_SIZE :].copy(), fresh)
         self._touch(node)
         return node
 
@@ -191,6 +184,18 @@ class RadixTree:
                 return self._split(child, common), depth
             node = child
         return node, depth
+
+    def _append(self, node: Node, tokens: Int32, pages: Int32) -> Node:
+        """Make a leaf of a run behind `node`, where none begins as it does; the references to its pages are the
+        tree's."""
+        if node.parent is None:
+            self._roots[node.namespace] = node
+        leaf = Node(node.namespace, node, tokens, pages)
+        node.children[leaf.key] = leaf
+        self._lru.append(leaf)
+        self.num_pages += len(pages)
+        self.num_evictable += len(pages)
+        return leaf
 
     def _split(self, lower: Node, num_upper: int) -> Node:
         """Give the first `num_upper` pages of a node to a new parent of it, which is returned."""

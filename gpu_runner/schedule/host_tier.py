@@ -36,7 +36,7 @@ STORES_PER_BATCH = 256
 STORES_IN_FLIGHT = 2
 """No more are begun while so many batches' worth of them is under way: they hold pages of the device."""
 PREFIXES_PER_BATCH = 4
-"""Prefixes looked at for a batch, whether they turn out to be stored already or not."""
+"""Ended prefixes looked at for a batch, whether they turn out to be stored already or not."""
 STEPS_BETWEEN_LOOKS = 8
 """Steps until the decoding rows are looked at again when none of them had enough to store."""
 PAGES_TO_STORE = 32
@@ -157,7 +157,7 @@ class HostTier:
         if self._storing < STORES_IN_FLIGHT * self._max_stores:
             room, looks = self._store_ended(self._max_stores, stores)
             if room and looks and self._caching and planned >= self._next_look:
-                self._store_decoding(decoding, planned, room, looks, stores)
+                self._store_decoding(decoding, planned, room, stores)
         if not stores and not self._loading:
             return None
         store_from, store_to = (np.concatenate(ends) for ends in zip(*stores, strict=True)) if stores else _NOTHING
@@ -196,24 +196,21 @@ class HostTier:
                 self._queue.appendleft((written, node))
         return room, looks
 
-    def _store_decoding(
-        self, decoding: Int32, planned: int, room: int, looks: int, stores: list[tuple[Int32, Int32]]
-    ) -> None:
-        """Begin to store what rows have that decode, of those first that have most to store."""
+    def _store_decoding(self, decoding: Int32, planned: int, room: int, stores: list[tuple[Int32, Int32]]) -> None:
+        """Begin to store what that row has which decodes and has most to store: one a step keeps up, however many
+        decode, for each has more of it the longer it takes."""
         slots = self._slots
-        while room and looks:
-            unstored = ((slots.known[decoding] - np.int32(1)) >> PAGE_SHIFT) - self._stored[decoding]
-            if unstored.max(initial=0) < self._pages_to_store:
-                self._next_look = planned + STEPS_BETWEEN_LOOKS
-                return
-            slot = int(decoding[unstored.argmax()])
-            request = slots.request[slot]
-            assert request is not None
-            full = int(slots.known[slot] - 1) >> PAGE_SHIFT
-            tokens, pages = slots.tokens[slot, : full * PAGE_SIZE], slots.page_table[slot, :full]
-            depth, room = self._store(request.namespace, tokens, pages, room, stores)
-            looks -= 1
-            self._stored[slot] = full if room else depth  # what finds no place in host memory now finds none soon
+        unstored = ((slots.known[decoding] - np.int32(1)) >> PAGE_SHIFT) - self._stored[decoding]
+        if unstored.max(initial=0) < self._pages_to_store:
+            self._next_look = planned + STEPS_BETWEEN_LOOKS
+            return
+        slot = int(decoding[unstored.argmax()])
+        request = slots.request[slot]
+        assert request is not None
+        full = int(slots.known[slot] - 1) >> PAGE_SHIFT
+        tokens, pages = slots.tokens[slot, : full * PAGE_SIZE], slots.page_table[slot, :full]
+        depth, room = self._store(request.namespace, tokens, pages, room, stores)
+        self._stored[slot] = full if room else depth  # what finds no place in host memory now finds none soon
 
     def _store(
         self, namespace: str, tokens: Int32, pages: Int32, room: int, stores: list[tuple[Int32, Int32]]
