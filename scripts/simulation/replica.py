@@ -87,7 +87,7 @@ class Replica:
 
     @property
     def busy(self) -> bool:
-        return bool(self._in_flight) or self.scheduler.has_work
+        return bool(self._in_flight) or self.scheduler.has_work or self.scheduler.copying
 
     def submit(self, request: TraceRequest, at_ns: int) -> bool:
         """It comes at `at_ns`; False if it can never run, because it is too long."""
@@ -113,14 +113,17 @@ class Replica:
 
     def turn(self) -> list[int]:
         """One round of the loop; the requests that it saw end."""
+        while self._copies and self._copies[0][1] <= self.now_ns:
+            self.scheduler.transferred(self._copies.popleft()[0])
         plan = self.scheduler.plan()
         self._transfer()
         if plan is not None:
             self._launch(plan)
         elif not self._in_flight:
-            if not self._copies:
+            if self._copies:
+                self.now_ns = max(self.now_ns, self._copies[0][1])
+            elif self.scheduler.has_work and not self.scheduler.copying:
                 raise RuntimeError("the scheduler has work, but plans none of it while nothing is in flight")
-            self.now_ns = max(self.now_ns, self._copies[0][1])
             return []
         if plan is not None and len(self._in_flight) < STEPS_IN_FLIGHT:
             return []
@@ -134,8 +137,6 @@ class Replica:
             pages = max(len(batch.store_from), len(batch.load_from))
             self._link_free_ns = max(self._link_free_ns, self.now_ns) + pages * self._page_copy_ns
             self._copies.append((batch.ticket, self._link_free_ns))
-        while self._copies and self._copies[0][1] <= self.now_ns:
-            self.scheduler.transferred(self._copies.popleft()[0])
 
     def _launch(self, plan: StepPlan) -> None:
         self.now_ns += self._model.host_ns(plan.num_rows)
