@@ -41,8 +41,8 @@ class HostTree(RadixTree):
 
     Every prefix here is whole, from its first page on, whether the device has it as well or not. So neither tree's
     evictions concern the other, and the longest cached prefix is the device's part, and then this tree's pages behind
-    it. Nobody runs on pages of the host: no node stays locked, and a node's epoch is the ticket of the last copy that
-    reads or fills its pages.
+    it. Nobody runs on pages of the host: a lock keeps a prefix from eviction and means nothing else, and a node's epoch
+    is the ticket of the last copy that reads or fills its pages.
     """
 
     def __init__(self, pool: HostPool) -> None:

@@ -249,8 +249,6 @@ class HostTier:
     def check_integrity(self) -> None:
         self.tree.check_integrity()
         self.tree.pool.check_integrity(self.tree.pages_held())
-        if self.tree.num_evictable != self.tree.num_pages:
-            raise IntegrityError("a node of the host's tree is locked")
         if self._storing != sum(len(batch.stored) for batch in self._in_flight):
             raise IntegrityError(f"{self._storing} pages are said to be in stores that are in flight")
         nodes = [node for batch in self._in_flight for node in batch.loaded] + self._loading

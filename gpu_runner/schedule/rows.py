@@ -235,4 +235,5 @@ class Rows:
                 computed = self.slots.pages(slot)[: self.slots.computed[slot] // PAGE_SIZE]
                 waits = self.slots.state[slot] == State.LOADING
                 assert waits or not self.tier.loaded_by(computed), "a row runs on pages that are being loaded"
+                assert not waits or self.slots.load_ticket[slot] > self.tier.done_ticket, "a row waits for nothing"
         self.pool.check_integrity(np.concatenate([*held, self.tree.pages_held()]))

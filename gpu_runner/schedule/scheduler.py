@@ -199,7 +199,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a later `plan()` may hold rows once the steps in flight are committed."""
+        """Whether a later `plan()` may hold rows once the steps and copies in flight are done."""
         return bool(self._running.num_active or len(self.queue))
 
     def plan(self) -> StepPlan | None:
@@ -263,7 +263,8 @@ class Scheduler:
 
     @property
     def copying(self) -> bool:
-        """Whether copies are in flight, or will be if `take_transfers` goes on being called."""
+        """Whether copies are in flight, or wait for `take_transfers`: an engine without work had better look again
+        soon, for what is not stored yet is lost when its pages are wanted."""
         return self.rows.tier is not None and self.rows.tier.busy
 
     def take_transfers(self) -> Transfers | None:

@@ -72,6 +72,7 @@ class EngineCore:
         )
         self.copy_engine = None
         if host_pages:
+            assert isinstance(self.model, PrefixModel)
             self.copy_engine = CopyEngine(self.model, host_pages=host_pages, rng=np.random.default_rng(0))
         self.copies_done = copies_done
         self.in_flight: deque[StepPlan] = deque()
