@@ -137,6 +137,17 @@ def test_pages_of_an_aborted_load_are_given_to_nobody_before_its_copies_are_done
     assert core.scheduler.gauges()["prefill_tokens"] == 80 + 120
 
 
+def test_pages_in_host_memory_that_a_load_reads_are_not_evicted_for_a_store() -> None:
+    core = forgotten_by_the_device(host_pages=5)
+    core.add(2, prompt_of(80), 4, ignore_eos=True)
+    core.add(3, prompt_of(60, seed=3), 1, ignore_eos=True)
+    turns(core, 8)
+    assert core.finish_order == [1, 3]
+    assert core.scheduler.gauges()["kv_stores"] == 5 + 1  # the page that is not being loaded made room for one of three
+    core.copies_done = lambda: 1
+    drain(core)
+
+
 def test_a_loading_row_is_retracted_before_the_older_ones_that_decode() -> None:
     core = forgotten_by_the_device()
     core.add(2, prompt_of(16, seed=2), 90, ignore_eos=True)
