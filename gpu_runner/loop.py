@@ -148,7 +148,7 @@ class Loop:
     def _idle(self, flowing: bool) -> None:
         if not flowing:
             self._inbox.wait(_BACKLOG_POLL_MS)
-        elif self._copies_done != self._copies_begun:
+        elif self._scheduler.copying:
             self._inbox.wait(_COPY_MS)
         elif not self._scheduler.has_work:
             self._account.rest(gc.collect)

@@ -27,10 +27,12 @@ from simulation.run import Run, capacity_ns, simulate, simulate_closed_loop
 from simulation.step_model import StepModel, StepModelFile, read_step_model
 from simulation.traces import TraceRequest, endless_cache_hits, load_trace, scaled, with_urgent
 
-from asyncengine.config import SchedulingPolicy
+from asyncengine.config import PAGE_SIZE, SchedulingPolicy
 
 MODELS = Path(__file__).parent / "step_models"
 POLICIES: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
+COPY_BYTES_PER_NS = 50
+"""Between device and host memory, each way: a PCIe 5 link of 16 lanes."""
 COLUMNS = (
     *("TTFT p50", "p99", "urgent p99", "TPOT p50", "p99", "gap p50", "p99", "good %", "good/s", "out tok/s"),
     *("hit %", "preempt", "busy %"),
@@ -48,6 +50,8 @@ def rows_of(
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         prefix_caching=not args.no_prefix_caching,
+        kv_host_tokens=args.kv_host_tokens,
+        page_copy_ns=round(file.kv_cache.bytes_per_token * PAGE_SIZE / COPY_BYTES_PER_NS),
     )
     duration = trace[-1].at_ns
     if args.load:
@@ -129,6 +133,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-num-batched-tokens", type=_count, default=2048)
     parser.add_argument("--max-model-len", type=_count, help="(default: the model's)")
     parser.add_argument("--kv-cache-tokens", type=_count, help="(default: what the GPU has room for)")
+    parser.add_argument("--kv-host-tokens", type=_count, default=0, help="of a tier in host memory (default: no tier)")
     parser.add_argument("--no-prefix-caching", action="store_true")
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--png", type=Path, help="draw them here")

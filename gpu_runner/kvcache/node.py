@@ -53,6 +53,15 @@ class Node:
         """What the parent finds this node by."""
         return self.tokens[:PAGE_SIZE].tobytes()
 
+    def path(self) -> list[Node]:
+        """The nodes from below the root to this one."""
+        nodes = []
+        node = self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
     def descendants(self) -> Iterator[Node]:
         """All nodes below, parents before children; no recursion, since a chain may be long."""
         stack = list(self.children.values())

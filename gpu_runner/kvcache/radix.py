@@ -56,12 +56,13 @@ class RadixTree:
         """
         end, _ = self._walk(namespace, _int32(tokens))
         self._touch(end)
-        runs = []
-        node = end
-        while node.parent is not None:
-            runs.append(node.pages)
-            node = node.parent
-        return Match(end, np.concatenate(runs[::-1]) if runs else np.empty(0, dtype=np.int32))
+        return Match(end, _joined([node.pages for node in end.path()]))
+
+    def content(self, node: Node) -> tuple[Int32, Int32]:
+        """What a handle, locked or not, stands for: tokens [k * PAGE_SIZE] and pages [k] from the start to the node's
+        end; none of either once it has left the tree."""
+        path = [] if node.lock_count == REMOVED else node.path()
+        return _joined([part.tokens for part in path]), _joined([part.pages for part in path])
 
     def lock(self, node: Node) -> None:
         """Keep the node and its ancestors from eviction. Raises `IntegrityError` if it has been evicted already."""
@@ -75,8 +76,9 @@ class RadixTree:
             at.lock_count += 1
             at = at.parent
 
-    def unlock(self, node: Node, epoch: int) -> None:
+    def unlock(self, node: Node, epoch: int) -> Node:
         """Undo one `lock(node)`; steps up to `epoch`, the last launched, may still read the pages. Touches the path.
+        Returns the node that has its pages then.
 
         A node that nobody holds any more and that was last used together with its only child is merged into it, so
         that a prompt cached chunk by chunk does not stay a chain of small nodes.
@@ -94,8 +96,7 @@ class RadixTree:
                 self._lru.append(at)
                 self.num_evictable += len(at.pages)
             at = at.parent
-        if used_as_one:
-            self._merge_into_only_child(node)
+        return self._merge_into_only_child(node) if used_as_one else node
 
     def pin(self, node: Node, owner: str) -> int:
         """Lock the node for longer than a row runs. Returns how many more pages `owner` has pinned now."""
@@ -142,14 +143,7 @@ class RadixTree:
         if depth < len(pages):
             fresh = np.array(pages[depth:], dtype=np.int32)
             self._pool.incref(fresh)
-            if node.parent is None:
-                self._roots[namespace] = node
-            leaf = Node(namespace, node, tokens[depth * PAGE_SIZE :].copy(), fresh)
-            node.children[leaf.key] = leaf
-            self._lru.append(leaf)
-            self.num_pages += len(fresh)
-            self.num_evictable += len(fresh)
-            node = leaf
+            node = self._append(node, tokens[depth * PAGE_SIZE :].copy(), fresh)
         self._touch(node)
         return node
 
@@ -180,8 +174,7 @@ class RadixTree:
 
     def pages_held(self) -> Int32:
         """Every page reference the tree holds: [num_pages], a page once per reference."""
-        runs = [node.pages for root in self._roots.values() for node in root.descendants()]
-        return np.concatenate(runs) if runs else np.empty(0, dtype=np.int32)
+        return _joined([node.pages for root in self._roots.values() for node in root.descendants()])
 
     def check_integrity(self) -> None:
         """Recompute every invariant; raises `IntegrityError`."""
@@ -224,6 +217,18 @@ class RadixTree:
             node = child
         return node, depth
 
+    def _append(self, node: Node, tokens: Int32, pages: Int32) -> Node:
+        """Make a leaf of a run behind `node`, where none begins as it does; the references to its pages are the
+        tree's."""
+        if node.parent is None:
+            self._roots[node.namespace] = node
+        leaf = Node(node.namespace, node, tokens, pages)
+        node.children[leaf.key] = leaf
+        self._lru.append(leaf)
+        self.num_pages += len(pages)
+        self.num_evictable += len(pages)
+        return leaf
+
     def _split(self, lower: Node, num_upper: int) -> Node:
         """Give the first `num_upper` pages of a node to a new parent of it, which is returned."""
         parent = lower.parent
@@ -239,17 +244,18 @@ class RadixTree:
             self._lru.insert_after(upper, lower)
         return upper
 
-    def _merge_into_only_child(self, node: Node) -> None:
+    def _merge_into_only_child(self, node: Node) -> Node:
         (child,) = node.children.values()
         parent = node.parent
         if parent is None or child.lock_count != node.lock_count:
-            return
+            return node
         parent.children[node.key] = child
         child.parent = parent
         child.tokens = np.concatenate((node.tokens, child.tokens))
         child.pages = np.concatenate((node.pages, child.pages))
         child.epoch = node.epoch
         self._forget(node)
+        return child
 
     def _cut_tail(self, leaf: Node, count: int) -> int:
         """Drop up to `count` pages from the end of an unlocked leaf; returns how many became free at once."""
@@ -287,6 +293,10 @@ class RadixTree:
 def _int32(tokens: Int32) -> Int32:
     """A child's key is the bytes of its tokens, which only means something in one dtype."""
     return np.ascontiguousarray(tokens, dtype=np.int32)
+
+
+def _joined(runs: list[Int32]) -> Int32:
+    return np.concatenate(runs) if runs else np.empty(0, dtype=np.int32)
 
 
 def common_length(a: Int32, b: Int32) -> int:

@@ -9,15 +9,16 @@ from numpy.typing import NDArray
 
 from asyncengine.config import PAGE_SIZE
 from gpu_runner.kvcache.pages import PagePool
-from gpu_runner.kvcache.radix import RadixTree
+from gpu_runner.kvcache.radix import Match, Node, RadixTree
 from gpu_runner.kvcache.sessions import Sessions
+from gpu_runner.schedule.host_tier import HostTier
 from gpu_runner.schedule.plan import Int32
 from gpu_runner.schedule.request import Request
 from gpu_runner.schedule.slots import Slots, State
 
 
 class Rows:
-    """Slots, page pool and prefix tree, changed together.
+    """Slots, page pool and prefix tree, and the tier in host memory if there is one, changed together.
 
     A row holds one reference on each of its pages and a lock on the tree node that ends its cached prefix. Whatever it
     gives up carries the row's last step as its epoch: pages become free when that step is done on the device.
@@ -33,13 +34,30 @@ class Rows:
         num_pages: int,
         caching: bool,
         session_pin_share: float,
+        host_pages: int,
+        page_load_ns: int,
+        prefill_ns: Callable[[int, int], float],
         clock: Callable[[], int],
     ) -> None:
-        """session_pin_share: as in `EngineConfig`. clock: in ns."""
+        """session_pin_share: as in `EngineConfig`. host_pages, page_load_ns, prefill_ns: as of `HostTier`. clock: in
+        ns."""
         self.slots = Slots(num_slots, max_model_len)
         self.pool = PagePool(num_pages)
         self.tree = RadixTree(self.pool)
         self.sessions = Sessions(self.tree, num_pages=num_pages - 1, tenant_share=session_pin_share, clock=clock)
+        self.tier = (
+            HostTier(
+                self.slots,
+                self.pool,
+                self.tree,
+                caching=caching,
+                host_pages=host_pages,
+                page_load_ns=page_load_ns,
+                prefill_ns=prefill_ns,
+            )
+            if host_pages
+            else None
+        )
         self.caching = caching
 
     @property
@@ -67,6 +85,7 @@ class Rows:
 
     def start(self, request: Request, *, watermark: int, alone: bool) -> bool:
         """Give a waiting request a slot and pages for all its known tokens, the cached prefix's among them.
+        What is cached in host memory only is loaded, where that is quicker than to compute it.
 
         False when it has to wait: no slot, fewer than `watermark` pages would be left, its own last step is still on
         the device, or it could lose its pages again though it must not. alone: nothing runs, so that what it waits for
@@ -81,8 +100,10 @@ class Rows:
         if request.keeps_pages and not self._lasts(request):
             return False
         tokens = self._tokens(request)
-        match = self.tree.match(request.namespace, tokens[: self._reusable(request, len(tokens))])
+        reusable = tokens[: self._reusable(request, len(tokens))]
+        match = self.tree.match(request.namespace, reusable)
         cached = len(match.pages)
+        found = self.tier.find(request.namespace, reusable, cached) if self.tier is not None else None
         needed = -(-len(tokens) // PAGE_SIZE) - cached
         self.tree.lock(match.node)
         if needed + watermark > self.pool.num_free + self.tree.num_evictable:
@@ -99,7 +120,17 @@ class Rows:
         slots.page_table[slot, : len(pages)] = pages
         slots.num_pages[slot] = len(pages)
         slots.node[slot] = match.node
+        ticket = 0
+        if self.tier is not None:
+            if found is not None:
+                self._load(slot, found, cached)
+                cached += len(found.pages)
+            self.tier.begins(slot)
+            ticket = self.tier.loaded_by(pages[:cached])
         slots.admit(slot, request, cached * PAGE_SIZE)
+        if ticket:
+            slots.load_ticket[slot] = ticket
+            slots.state[slot] = State.LOADING
         if not retracted:
             slots.cached_tokens[slot] = min(cached * PAGE_SIZE, request.prompt_len)
             if request.terms.session:
@@ -128,6 +159,21 @@ class Rows:
         pages = int((-(-kept // PAGE_SIZE)).sum()) + -(-request.limit // PAGE_SIZE)
         return pages < self.pool.num_pages or not len(kept)
 
+    def _load(self, slot: int, found: Match, cached: int) -> None:
+        """Have the row's pages behind the `cached` first ones filled with what was found in host memory. They are in
+        the tree from now on."""
+        assert self.tier is not None
+        slots, request, node = self.slots, self.slots.request[slot], self.slots.node[slot]
+        assert request is not None
+        assert node is not None
+        end = cached + len(found.pages)
+        pages = slots.pages(slot)[:end].copy()
+        longer = self.tree.insert(request.namespace, slots.tokens[slot, : end * PAGE_SIZE], pages)
+        self.tree.lock(longer)
+        self.tree.unlock(node, self.pool.completed_epoch)
+        slots.node[slot] = longer
+        self.tier.load(found, pages[cached:], longer)
+
     def _reusable(self, request: Request, num_tokens: int) -> int:
         """How many of its tokens need not be computed if they are cached: the last must be, to sample after it, and
         those whose next one is yet to be scored."""
@@ -147,7 +193,11 @@ class Rows:
         return indices, pages
 
     def share(self, slot: int) -> None:
-        """Put the row's computed full pages into the prefix tree, and hold them there."""
+        """Put the row's computed full pages into the prefix tree, and hold them there.
+
+        Where the tree has pages of another row for the same tokens, those are not held: a row that holds more than the
+        pages of its own tokens might never have room for all of them.
+        """
         slots = self.slots
         node, request = slots.node[slot], slots.request[slot]
         assert node is not None
@@ -159,28 +209,42 @@ class Rows:
             return
         tokens = slots.tokens[slot, : full * PAGE_SIZE]
         longer = self.tree.insert(request.namespace, tokens, slots.page_table[slot, :full])
-        if longer is not node:
+        if longer is not node and self._owns(slot, full, longer, node):
             self.tree.lock(longer)
             self.tree.unlock(node, int(slots.last_step[slot]))
             slots.node[slot] = longer
 
-    def give_up_pages(self, slot: int) -> None:
-        """Drop the row's pages; what `share` put into the tree stays there until it is evicted."""
+    def _owns(self, slot: int, full: int, longer: Node, node: Node) -> bool:
+        """Whether the pages from behind `node`, which the row holds, to the end of `longer` are the row's own ones.
+        full: the place in its pages at which `longer` ends."""
+        at, end = longer, full
+        while at is not node and at.parent is not None:
+            begin = end - len(at.pages)
+            if not np.array_equal(at.pages, self.slots.page_table[slot, begin:end]):
+                return False
+            at, end = at.parent, begin
+        return True
+
+    def give_up_pages(self, slot: int) -> Node:
+        """Drop the row's pages; what `share` put into the tree stays there until it is evicted. Returns its end."""
         slots = self.slots
         node = slots.node[slot]
         assert node is not None
         epoch = int(slots.last_step[slot])
-        self.tree.unlock(node, epoch)
+        node = self.tree.unlock(node, epoch)
         self.pool.decref(slots.pages(slot), epoch)
         slots.node[slot] = None
         slots.num_pages[slot] = slots.computed[slot] = slots.charged[slot] = 0
+        return node
 
     def retract(self, slot: int) -> Request:
         """Take the row's pages away but not its slot; its request can be started again and continues exactly."""
         request = self.slots.request[slot]
         assert request is not None
         self.share(slot)
-        self.give_up_pages(slot)
+        node = self.give_up_pages(slot)
+        if self.tier is not None:
+            self.tier.ended(node)
         self.slots.state[slot] = State.RETRACTED
         request.preemptions += 1
         return request
@@ -194,9 +258,13 @@ class Rows:
         if slots.state[slot] != State.RETRACTED:
             if self.caching:
                 self.share(slot)
-            self.give_up_pages(slot)
+            node = self.give_up_pages(slot)
+            if self.caching and self.tier is not None:
+                self.tier.ended(node)
         if not self.caching:
             self.tree.drop_namespace(request.namespace)
+            if self.tier is not None:
+                self.tier.tree.drop_namespace(request.namespace)
         elif request.terms.session and has_begun:
             self.sessions.keep(request.terms, request.namespace, slots.tokens[slot, : slots.known[slot]])
         slots.release(slot)
@@ -206,4 +274,12 @@ class Rows:
         self.tree.check_integrity()
         self.sessions.check_integrity()
         held = [self.slots.pages(slot) for slot in range(self.slots.num_slots)]
+        if self.tier is not None:
+            self.tier.check_integrity()
+            held.append(self.tier.pages_held())
+            for slot in np.flatnonzero(self.slots.state > State.FREE).tolist():
+                computed = self.slots.pages(slot)[: self.slots.computed[slot] // PAGE_SIZE]
+                waits = self.slots.state[slot] == State.LOADING
+                assert waits or not self.tier.loaded_by(computed), "a row runs on pages that are being loaded"
+                assert not waits or self.slots.load_ticket[slot] > self.tier.done_ticket, "a row waits for nothing"
         self.pool.check_integrity(np.concatenate([*held, self.tree.pages_held()]))

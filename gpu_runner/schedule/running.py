@@ -88,8 +88,8 @@ class DecodeRows:
 
 
 class Running:
-    """Rows that decode, prefill (slots in the order in which they get chunks), are held or drain; `Slots.state` says
-    the same of each slot.
+    """Rows that decode, prefill (slots in the order in which they get chunks), load, are held or drain; `Slots.state`
+    says the same of each slot.
 
     A constrained row that sampled is held until its mask arrives, so that it is in one step at a time:
 
@@ -101,6 +101,7 @@ class Running:
 
     def __init__(self, slots: Slots) -> None:
         self.prefill: list[int] = []
+        self.loading: list[int] = []
         self._slots = slots
         self._decode: Int32 = _NO_SLOTS
         self._decode_rows: DecodeRows | None = DecodeRows(slots, _NO_SLOTS)  # of `_decode`; None = to be made
@@ -114,7 +115,7 @@ class Running:
     @property
     def num_active(self) -> int:
         """Rows that later steps will hold: all but the draining."""
-        return len(self._decode) + len(self.prefill) + len(self._held)
+        return len(self._decode) + len(self.prefill) + len(self._held) + len(self.loading)
 
     @property
     def num_held(self) -> int:
@@ -129,6 +130,11 @@ class Running:
         if self._decode_rows is None:
             self._decode_rows = DecodeRows(self._slots, self._decode)
         return self._decode_rows
+
+    @property
+    def decoding(self) -> Int32:
+        """Slots of the rows that decode; what `Slots` knows of them may be behind."""
+        return self._decode
 
     def unchanged(self, slot: Int32) -> DecodeRows | None:
         """The rows that decode, if they are still those of the plan with this `row_slot`, none more, none less, and
@@ -149,10 +155,22 @@ class Running:
             self._set_decode(self._decode[self._decode != slot])
         elif state == State.PREFILL:
             self.prefill.remove(slot)
+        elif state == State.LOADING:
+            self.loading.remove(slot)
         elif state == State.HELD:
             self._held.remove(slot)
         elif state == State.DRAINING:
             self._num_draining -= 1
+
+    def loaded(self, ticket: int) -> list[int]:
+        """Copies up to `ticket` are done: returns the rows that waited for them, for the caller to put into the order
+        of those that prefill."""
+        slots = self._slots
+        done = [slot for slot in self.loading if slots.load_ticket[slot] <= ticket]
+        if done:
+            slots.state[done] = State.PREFILL
+            self.loading = [slot for slot in self.loading if slots.load_ticket[slot] > ticket]
+        return done
 
     def release(self, slots: Int32) -> None:
         """The masks of these held rows are there: they decode on, in order of admission."""
@@ -208,13 +226,14 @@ class Running:
     @property
     def active(self) -> Int32:
         """Slots of the rows that later steps will hold, in no order."""
-        return np.concatenate([self._decode, np.array([*self.prefill, *self._held], np.int32)])
+        return np.concatenate([self._decode, np.array([*self.prefill, *self.loading, *self._held], np.int32)])
 
     def check_integrity(self) -> None:
         state = self._slots.state
         decode = self.decode
         assert sorted(self._decode.tolist()) == np.flatnonzero(state == State.DECODE).tolist()
         assert sorted(self.prefill) == np.flatnonzero(state == State.PREFILL).tolist()
+        assert sorted(self.loading) == np.flatnonzero(state == State.LOADING).tolist()
         assert sorted(self._held) == np.flatnonzero(state == State.HELD).tolist()
         assert self._slots.constrained[list(self._held)].all()
         assert not self._slots.mask_ready[list(self._held)].any()

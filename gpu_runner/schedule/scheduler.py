@@ -34,6 +34,7 @@ from asyncengine.wire.frames import Open, RowMarks
 from asyncengine.wire.requests import Resume
 from gpu_runner.schedule.buckets import token_buckets
 from gpu_runner.schedule.counters import Counters
+from gpu_runner.schedule.host_tier import NO_HOST_GAUGES, recompute_ns
 from gpu_runner.schedule.limits import total_tokens
 from gpu_runner.schedule.masked_rows import MaskedRows
 from gpu_runner.schedule.plan import Int32, StepPlan, StepResult
@@ -73,19 +74,23 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         gap_ns: Mapping[ServiceClass, int] | None = None,
         session_pin_share: float = 0.25,
-        clock: Callable[[], int] = time.monotonic_ns,
         host_pages: int = 0,
         page_load_ns: int = 0,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """gap_ns: the longest that prompts may make a step while rows of a class decode in it; None = any length.
-        session_pin_share: as in `EngineConfig`. clock: in ns; of sessions, and of requests that come, start, prefill
-        and have their first token, never of a decoding step."""
+        session_pin_share: as in `EngineConfig`. host_pages: KV pages that host memory has room for; page_load_ns: what
+        a page takes from there to the device. clock: in ns; of sessions, and of requests that come, start, prefill and
+        have their first token, never of a decoding step."""
         self.rows = Rows(
             num_slots=num_slots_for(max_num_seqs),
             max_model_len=max_model_len,
             num_pages=num_pages,
             caching=enable_prefix_caching,
             session_pin_share=session_pin_share,
+            host_pages=host_pages,
+            page_load_ns=page_load_ns,
+            prefill_ns=self._recompute_ns,
             clock=clock,
         )
         self.slots = self.rows.slots
@@ -217,7 +222,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a later `plan()` may hold rows once the steps in flight are committed."""
+        """Whether a later `plan()` may hold rows once the steps and copies in flight are done."""
         return bool(self._running.num_active or len(self.queue))
 
     def plan(self) -> StepPlan | None:
@@ -285,6 +290,8 @@ class Scheduler:
             marked = self._marks.waiting[index]
             if marked.any():
                 now = self._clock()
+                if self.rows.tier is not None:
+                    self.rows.tier.decode(rows[marked])
                 marks = self._marks.take(rows[marked], now)
                 opens = tuple(self._open(int(slot), now) for slot in rows[marked & ~slots.opened[index]])
             constrained = slots.constrained[index]
@@ -297,12 +304,34 @@ class Scheduler:
                 self.counters.finished += 1
         return StepOutput(plan.step, rows, gens, tokens, finish, opens, logprobs, marks)
 
+    @property
+    def loading(self) -> int:
+        """Rows that wait for copies from host memory: `transferred` lets them go on."""
+        return len(self._running.loading)
+
+    @property
+    def copying(self) -> bool:
+        """Whether copies are in flight, or wait for `take_transfers`: an engine without work had better look again
+        soon, for what is not stored yet is lost when its pages are wanted."""
+        return self.rows.tier is not None and self.rows.tier.busy
+
     def take_transfers(self) -> Transfers | None:
-        """Copies of pages that the last plan asks for."""
-        return None
+        """Copies to start now, after each plan and before the next; None if there are none."""
+        tier = self.rows.tier
+        return None if tier is None else tier.take(self._next_step - 1, self._running.decoding)
 
     def transferred(self, ticket: int) -> None:
-        """All batches of copies up to that one are done."""
+        """All copies up to `ticket` are done."""
+        tier = self.rows.tier
+        if tier is None or ticket <= tier.done_ticket:
+            return
+        tier.done(ticket)
+        if loaded := self._running.loaded(ticket):
+            self._charge_outputs()
+            for slot in loaded:
+                request = self.slots.request[slot]
+                assert request is not None
+                self._join_prefill(slot, self._precedence.place(request))
 
     def take_closed(self) -> StepOutput | None:
         """Rows that were aborted since the last call, for the detokenizer to forget; None if there are none."""
@@ -378,7 +407,8 @@ class Scheduler:
                 request = self._filler(request)
                 if request is None or not self._start(request, len(self._running.prefill)):
                     return
-            budget = self._prefill.place(request.slot, budget, draft)
+            if self.slots.state[request.slot] == State.PREFILL:
+                budget = self._prefill.place(request.slot, budget, draft)
 
     def _filler(self, head: Request) -> Request | None:
         """A shorter request to use pages that are too few for `head`; none where rows make room for that instead."""
@@ -403,9 +433,15 @@ class Scheduler:
             if not self._start(request, place):
                 self._blocked = request
                 return
-            for slot in prefill[place + 1 :]:
-                if (passed := self.slots.request[slot]) is not None:
-                    passed.overtaken += 1
+
+    def _join_prefill(self, slot: int, place: int) -> None:
+        """A row prefills from now on, before those that are in this place of their order and behind."""
+        prefill = self._running.prefill
+        for behind in prefill[place:]:
+            passed = self.slots.request[behind]
+            assert passed is not None
+            passed.overtaken += 1
+        prefill.insert(place, slot)
 
     def _start(self, request: Request, place: int) -> bool:
         """Make a waiting request the prefilling row in this place of their order; False when it has to wait."""
@@ -418,7 +454,10 @@ class Scheduler:
         self.queue.take(request, resumed=not fresh)
         slot = request.slot
         self._slot_of[request.rid] = slot
-        self._running.prefill.insert(place, slot)
+        if self.slots.state[slot] == State.LOADING:
+            self._running.loading.append(slot)
+        else:
+            self._join_prefill(slot, place)
         self.counters.prefix_query_tokens += int(self.slots.known[slot])
         self.counters.prefix_hit_tokens += int(self.slots.computed[slot])
         if not request.started_ns:
@@ -491,6 +530,10 @@ class Scheduler:
         self.rows.end(slot)
         del self._slot_of[request.rid]
 
+    def _recompute_ns(self, tokens: int, context: int) -> float:
+        """What it takes to compute so many tokens behind so many others."""
+        return self.step_time.prefill_ns(tokens, context) or recompute_ns(tokens, context)
+
     # ------------------------------------------------------------------------------------------------------ tenants
 
     def _charge_outputs(self) -> None:
@@ -536,6 +579,7 @@ class Scheduler:
             "decode_tokens": counters.decode_tokens,
             "prefix_query_tokens": counters.prefix_query_tokens,
             "prefix_hit_tokens": counters.prefix_hit_tokens,
+            **(NO_HOST_GAUGES if rows.tier is None else rows.tier.gauges()),
             "finished": counters.finished,
             "aborted": counters.aborted,
             "step_time_error_permille": round(1000 * self.step_time.error),

@@ -13,11 +13,12 @@ from gpu_runner.schedule.request import Request
 
 class State:
     """A slot's life, as plain integers, since numpy takes microseconds to compare with a member of an enumeration:
-    FREE -> PREFILL -> DECODE -> DRAINING -> FREE.
+    FREE -> (LOADING ->) PREFILL -> DECODE -> DRAINING -> FREE.
 
     DRAINING: its last token is being computed, so no further step will hold it. RETRACTED: it lost its pages while it
     prefilled or decoded, and waits to prefill again. HELD: it decodes, but within a structure, and which tokens that
-    allows next is not known yet: its last one is in flight, or the mask is being computed.
+    allows next is not known yet: its last one is in flight, or the mask is being computed. LOADING: it has its pages,
+    but the first of them, which count as computed, are still being copied from host memory.
     """
 
     FREE = 0
@@ -26,6 +27,7 @@ class State:
     DRAINING = 3
     RETRACTED = 4
     HELD = 5
+    LOADING = 6
 
 
 class Slots:
@@ -68,6 +70,7 @@ class Slots:
         self.keeps_pages = np.zeros(num_slots, np.bool_)
         self.admitted = np.zeros(num_slots, np.int64)  # order of (re-)admission
         self.last_step = np.zeros(num_slots, np.int64)  # the latest step that holds the row
+        self.load_ticket = np.zeros(num_slots, np.int64)  # of the copies that a row in state LOADING waits for
         # Virtual memory until used: a row costs what it holds, not max_model_len.
         self.tokens: Int32 = np.zeros((num_slots, max_model_len), np.int32)
         self.page_table: Int32 = np.zeros((num_slots, self.pages_per_seq), np.int32)

@@ -32,7 +32,8 @@ _GOES_ON, _LENGTH = np.uint8(Finish.NONE), np.uint8(Finish.LENGTH)
 
 
 class ReplicaConfig(NamedTuple):
-    """As the engine's options of the same names; kv_cache_tokens: all that the device has room for."""
+    """As the engine's options of the same names; kv_cache_tokens: all that the device has room for; kv_host_tokens:
+    what host memory has room for, and page_copy_ns: what a page takes either way."""
 
     kv_cache_tokens: int
     max_model_len: int
@@ -43,6 +44,8 @@ class ReplicaConfig(NamedTuple):
     interactive_gap_ms: float = 50.0
     background_gap_ms: float = 500.0
     session_pin_share: float = 0.25
+    kv_host_tokens: int = 0
+    page_copy_ns: int = 0
 
 
 class _Step(NamedTuple):
@@ -72,6 +75,8 @@ class Replica:
                 "background": round(1e6 * config.background_gap_ms),
             },
             session_pin_share=config.session_pin_share,
+            host_pages=config.kv_host_tokens // PAGE_SIZE,
+            page_load_ns=config.page_copy_ns,
             clock=lambda: self.now_ns,
         )
         num_slots = num_slots_for(config.max_num_seqs)
@@ -83,10 +88,13 @@ class Replica:
         self._token_ns = np.full(num_slots, _NEVER, np.int64)  # when its latest token was seen
         self._in_flight: deque[_Step] = deque()
         self._device_free_ns = 0
+        self._page_copy_ns = config.page_copy_ns
+        self._copies: deque[tuple[int, int]] = deque()  # (ticket, when it is done)
+        self._link_free_ns = 0
 
     @property
     def busy(self) -> bool:
-        return bool(self._in_flight) or self.scheduler.has_work
+        return bool(self._in_flight) or self.scheduler.has_work or self.scheduler.copying
 
     def submit(self, request: TraceRequest, at_ns: int) -> bool:
         """It comes at `at_ns`; False if it can never run, because it is too long."""
@@ -116,16 +124,30 @@ class Replica:
 
     def turn(self) -> list[int]:
         """One round of the loop; the requests that it saw end."""
+        while self._copies and self._copies[0][1] <= self.now_ns:
+            self.scheduler.transferred(self._copies.popleft()[0])
         plan = self.scheduler.plan()
+        self._transfer()
         if plan is not None:
             self._launch(plan)
         elif not self._in_flight:
-            raise RuntimeError("the scheduler has work, but plans none of it while nothing is in flight")
+            if self._copies:
+                self.now_ns = max(self.now_ns, self._copies[0][1])
+            elif self.scheduler.has_work and not self.scheduler.copying:
+                raise RuntimeError("the scheduler has work, but plans none of it while nothing is in flight")
+            return []
         if plan is not None and len(self._in_flight) < STEPS_IN_FLIGHT:
             return []
         step = self._in_flight.popleft()
         self.now_ns = max(self.now_ns, step.result.device_end_ns)
         return self._take(self.scheduler.commit(step.plan, step.result))
+
+    def _transfer(self) -> None:
+        """Copies run beside the steps, both ways at once, one batch after the other."""
+        if (batch := self.scheduler.take_transfers()) is not None:
+            pages = max(len(batch.store_from), len(batch.load_from))
+            self._link_free_ns = max(self._link_free_ns, self.now_ns) + pages * self._page_copy_ns
+            self._copies.append((batch.ticket, self._link_free_ns))
 
     def _launch(self, plan: StepPlan) -> None:
         self.now_ns += self._model.host_ns(plan.num_rows)

@@ -27,10 +27,14 @@ class Parts:
         self.host_pages = host_pages
         self.plans: deque[str] = deque()
         self.transfers: deque[Transfers] = deque()
-        self.done = -1
+        self.begun = self.done = -1
         self.calls: list[Any] = []
         self.masked_rows = SimpleNamespace(num_held=0, waiting=0)
         self.num_running, self.queue, self.has_work = 0, (), True
+
+    @property
+    def copying(self) -> bool:
+        return bool(self.transfers) or self.begun != self.done
 
     def plan(self) -> str | None:
         self.calls.append("plan")
@@ -55,6 +59,7 @@ class Parts:
 
     def transfer(self, transfers: Transfers) -> None:
         self.calls.append(transfers)
+        self.begun = transfers.ticket
 
     def transferred(self, ticket: int | None = None) -> int:
         """The executor's without a ticket, the scheduler's with one."""
@@ -119,6 +124,17 @@ def test_copies_of_an_idle_engine_are_seen_done_before_it_sleeps() -> None:
     parts.done = 0
     assert parts.turn(loop)[:3] == ["ask", "done 0", "plan"]
     assert parts.calls[-1] == f"wait {int(1000 * HEARTBEAT_SECONDS)}"
+
+
+def test_an_idle_engine_looks_again_while_there_is_something_to_copy() -> None:
+    parts = Parts(host_pages=9)
+    parts.has_work = False
+    loop = make_loop(parts)
+    parts.turn(loop)
+    parts.transfers.extend([batch(0), batch(1)])
+    assert parts.turn(loop) == ["plan", "take", batch(0), "wait 1"]
+    parts.done = 0
+    assert parts.turn(loop) == ["ask", "done 0", "plan", "take", batch(1), "wait 1"]
 
 
 def test_without_host_memory_nobody_is_asked() -> None:

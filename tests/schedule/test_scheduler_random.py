@@ -18,6 +18,7 @@ OPERATIONS_PER_RUN = 1_000
 RUNS = 20
 TENANTS, SESSIONS = ("", "a", "b"), ("1", "2", "3")
 CLASSES: tuple[ServiceClass, ...] = get_args(ServiceClass)
+RUNS_WITH_A_HOST_TIER = 8
 POLICIES: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
 
 
@@ -35,11 +36,44 @@ def test_random_operations_keep_every_invariant_and_every_answer(seed: int) -> N
         session_pin_share=float(rng.choice([0.2, 0.6])),
         clock=count(1, 1_000_000).__next__,  # a millisecond each time that somebody looks
     )
+    run_random(core, rng, OPERATIONS_PER_RUN)
+
+
+@pytest.mark.parametrize("seed", range(RUNS_WITH_A_HOST_TIER))
+def test_with_a_host_tier_every_row_reads_what_was_computed_for_its_own_tokens(seed: int) -> None:
+    rng = np.random.default_rng(1000 + seed)
+    # To compute a page takes 160 us: the last one is never loaded.
+    page_load_ns = (0, 50_000, 159_000, 1_000_000_000)[seed % 4]
+    host_pages = (100, 4, 40)[seed % 3]
+    core = EngineCore(
+        num_pages=int(rng.choice([8, 12, 20])),
+        max_model_len=128,
+        max_num_seqs=int(rng.choice([2, 4, 8])),
+        max_num_batched_tokens=int(rng.choice([16, 32, 64])),
+        policy=POLICIES[seed // 2 % 4],
+        enable_prefix_caching=seed != 5,
+        vocab_size=30,
+        host_pages=host_pages,
+        page_load_ns=page_load_ns,
+        copies_done=lambda: int(rng.integers(3)) if rng.random() < 0.3 else 0,
+    )
+    run_random(core, rng, OPERATIONS_PER_RUN // 2)
+    gauges = core.scheduler.gauges()
+    assert gauges["kv_stores"] > 0
+    if page_load_ns == 1_000_000_000:
+        assert gauges["kv_loads"] == 0
+    elif not core.scheduler.rows.caching:
+        assert gauges["host_pages_used"] == 0
+    elif host_pages >= 40:
+        assert gauges["kv_loads"] > 0
+
+
+def run_random(core: EngineCore, rng: np.random.Generator, operations: int) -> None:
     families = [rng.integers(0, 30, 128, dtype=np.int32) for _ in range(3)]
     next_rid = 1
     asked: dict[int, int] = {}
     dropped: set[int] = set()
-    for _ in range(OPERATIONS_PER_RUN):
+    for _ in range(operations):
         action = rng.random()
         if action < 0.15:
             next_rid = add_random(core, rng, families, next_rid, asked)

@@ -93,6 +93,16 @@ def test_prompts_that_begin_alike_are_found_in_the_cache() -> None:
     assert without.records.cached.tolist() == [0, 0]
 
 
+def test_what_the_device_forgot_comes_from_host_memory_in_the_time_of_its_copies() -> None:
+    config = CONFIG._replace(kv_cache_tokens=128, kv_host_tokens=1024, page_copy_ns=100 * US)
+    again = TraceRequest(2, 20_000 * US, 96, 1, first_id=0)  # as request 0, of which the device has 2 of 6 pages left
+    run = simulate([request(0, 0, 96, 1), request(1, 10_000, 96, 1), again], config, model(host_us=100))
+    assert run.records.cached.tolist() == [0, 0, 80]
+    assert run.replica.scheduler.gauges()["kv_loads"] == 3
+    # three pages take 300 us, the host 100, then a step of the last 16 tokens
+    assert run.records.first.tolist()[2] == (20_000 + 300 + 100 + 1015) * US
+
+
 def test_a_request_that_is_too_long_is_refused_and_the_others_run() -> None:
     run = simulate([request(0, 0, 8192, 1), request(1, 0, 16, 1)], CONFIG, model())
     assert run.records.is_refused.tolist() == [True, False]

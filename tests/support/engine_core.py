@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from support.copy_engine import CopyEngine, PrefixModel
 from support.paged_model import PagedModel, expected_output
 
 from asyncengine.config import SchedulingPolicy
@@ -47,7 +48,11 @@ class EngineCore:
         depth: int = 2,
         session_pin_share: float = 0.25,
         clock: Callable[[], int] = time.monotonic_ns,
+        host_pages: int = 0,
+        page_load_ns: int = 0,
+        copies_done: Callable[[], int] = lambda: 1,
     ) -> None:
+        """host_pages: of a tier in host memory; `copies_done`: how many batches of copies a turn sees done."""
         self.vocab_size, self.eos_ids, self.check, self.depth = vocab_size, eos_ids, check, depth
         self.scheduler = Scheduler(
             num_pages=num_pages,
@@ -59,13 +64,20 @@ class EngineCore:
             enable_prefix_caching=enable_prefix_caching,
             session_pin_share=session_pin_share,
             clock=clock,
+            host_pages=host_pages,
+            page_load_ns=page_load_ns,
         )
-        self.model = device or PagedModel(
+        self.model = device or (PrefixModel if host_pages else PagedModel)(
             num_slots=self.scheduler.slots.num_slots,
             num_pages=num_pages,
             max_model_len=max_model_len,
             vocab_size=vocab_size,
         )
+        self.copy_engine = None
+        if host_pages:
+            assert isinstance(self.model, PrefixModel)
+            self.copy_engine = CopyEngine(self.model, host_pages=host_pages, rng=np.random.default_rng(0))
+        self.copies_done = copies_done
         self.in_flight: deque[StepPlan] = deque()
         self.plans: list[StepPlan] = []
         self.asked: dict[int, tuple[SamplingParams, int]] = {}  # of each rid, and its number among its choices
@@ -153,6 +165,7 @@ class EngineCore:
             self.plans.append(plan)
             self.model.launch(plan)
             self.in_flight.append(plan)
+        self._transfer()
         if self.in_flight and (plan is None or len(self.in_flight) == self.depth):
             self._take(self.scheduler.commit(self.in_flight.popleft(), self.model.collect()))
             self._verify()
@@ -162,7 +175,17 @@ class EngineCore:
         closed = self.scheduler.take_closed()
         if closed is not None:
             self._take(closed)
-        return bool(plan is not None or self.in_flight or self.scheduler.has_work)
+        return bool(plan is not None or self.in_flight or self.scheduler.has_work or self.scheduler.copying)
+
+    def _transfer(self) -> None:
+        if self.copy_engine is None:
+            return
+        if (batch := self.scheduler.take_transfers()) is not None:
+            self.copy_engine.start(batch)
+            self._verify()
+        self.copy_engine.finish(self.copies_done())
+        self.scheduler.transferred(self.copy_engine.done_ticket)
+        self._verify()
 
     def make_masks(self, work: MaskWork) -> None:
         """Every mask is there at once; the device has it already."""
