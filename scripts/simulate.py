@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from simulation.options import add_engine_options, check_engine_options, count, replica_config
 from simulation.records import Target, Targets
 from simulation.replica import ReplicaConfig
 from simulation.run import capacity_ns, simulate, simulate_closed_loop
@@ -42,13 +43,7 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """Figures of each load and policy."""
     model = StepModel(file.coefficients)
-    config = ReplicaConfig(
-        kv_cache_tokens=args.kv_cache_tokens or file.kv_cache.tokens,
-        max_model_len=args.max_model_len or file.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        prefix_caching=not args.no_prefix_caching,
-    )
+    config = replica_config(args, file)
     duration = trace[-1].at_ns
     if args.load:
         capacity = capacity_ns(trace, config, model)
@@ -105,13 +100,6 @@ def _shares(text: str) -> list[float]:
     return shares
 
 
-def _count(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return count
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     defaults = EngineConfig()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -121,8 +109,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--load", type=_loads, help="shares of what the engine can take, with commas between: 0.5,0.9")
     how.add_argument("--time-scale", type=float, default=1.0, help="the trace takes so many times its time")
-    how.add_argument("--concurrency", type=_count, help="so many requests are under way at any time; no trace times")
-    parser.add_argument("--requests", type=_count, help="only the first so many of the trace")
+    how.add_argument("--concurrency", type=count, help="so many requests are under way at any time; no trace times")
+    parser.add_argument("--requests", type=count, help="only the first so many of the trace")
     parser.add_argument("--length-scale", type=float, default=1.0, help="prompts and answers are so many times as long")
     parser.add_argument("--urgent", type=float, default=0.25, help="share of requests of priority 0, others have 1")
     parser.add_argument("--seed", type=int, default=0, help="draws urgency, class and tenant")
@@ -137,11 +125,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in ("interactive_ttft_ms", "interactive_gap_ms", "background_ttft_ms", "background_gap_ms"):
         default = getattr(defaults, name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=default, help="target of the good")
-    parser.add_argument("--max-num-seqs", type=_count, default=256)
-    parser.add_argument("--max-num-batched-tokens", type=_count, default=2048)
-    parser.add_argument("--max-model-len", type=_count, help="(default: the model's)")
-    parser.add_argument("--kv-cache-tokens", type=_count, help="(default: what the GPU has room for)")
-    parser.add_argument("--no-prefix-caching", action="store_true")
+    add_engine_options(parser)
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--png", type=Path, help="draw them here")
     args = parser.parse_args(argv)
@@ -154,8 +138,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--tenants must not be negative")
     if args.alone and args.concurrency:
         parser.error("--alone needs a trace with times, not --concurrency")
-    if args.max_num_batched_tokens < args.max_num_seqs:
-        parser.error("--max-num-batched-tokens must be at least --max-num-seqs")
+    check_engine_options(parser, args)
     try:
         args.files = [read_step_model(path) for path in args.model]
         trace = load_trace(args.trace, limit=args.requests, length_scale=args.length_scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -102,7 +103,7 @@ def test_tenants_are_a_trace_of_their_own() -> None:
 # --------------------------------------------------------------------------------------------------------- fairness
 
 
-def made_records(rows: list[tuple[str, float, float, float, int]]) -> Records:
+def made_records(rows: Sequence[tuple[str, float, float, float, int]]) -> Records:
     """Of requests (tenant, arrival, start, end in s, prompt tokens) with a single token each."""
     trace = [request(at, 0, prompt, 1, tenant=tenant) for at, (tenant, *_, prompt) in enumerate(rows)]
     records = Records(trace)
