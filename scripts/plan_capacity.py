@@ -15,24 +15,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from simulation.fleet import Played, Scaling, play
+from simulation.fleet import Played, Scaling
 from simulation.options import add_engine_options, check_engine_options, count, replica_config
+from simulation.planner import Planner
 from simulation.records import Target
-from simulation.replica import ReplicaConfig
-from simulation.router import Router
-from simulation.sample import run_sample
 from simulation.search import fewest
-from simulation.step_model import StepModel, StepModelFile, read_step_model
+from simulation.step_model import StepModel, read_step_model
 from simulation.traces import load_trace
-from simulation.traffic import Traffic, superposed
-from simulation.work import WorkModel
+from simulation.traffic import superposed
 
 from asyncengine.config import EngineConfig
 
@@ -40,103 +34,16 @@ MODELS = Path(__file__).parent / "step_models"
 COLD_START_S = 29.0
 """README.md, Figures: process start to the first step of the 8B on an H200 where its kernels have not been compiled, as
 on a machine that is new."""
-SEARCH_FACTOR = 32
-"""No more replicas are tried than so many times those that have the time for all the work."""
 QUANTILES = ("ttft_p99_ms", "tpot_p99_ms", "gap_p99_ms")
 
 
-class Planner:
-    """Figures of fleets of any size under one traffic."""
-
-    def __init__(self, traffic: Traffic, file: StepModelFile, args: argparse.Namespace) -> None:
-        self._traffic, self._args = traffic, args
-        self._config: ReplicaConfig = replica_config(args, file)
-        self._model = StepModel(file.coefficients)
-        self._work = WorkModel(
-            self._model, max_num_seqs=args.max_num_seqs, max_num_batched_tokens=args.max_num_batched_tokens
-        )
-        requests = traffic.requests
-        self._request_ns = np.array([self._work.ns(each.prompt_tokens, each.output_tokens) for each in requests])
-        self._block_tokens = requests[0].block_tokens
-        self._output_tokens = int(np.array([each.output_tokens for each in requests])[traffic.source].sum())
-
-    def bounds(self) -> tuple[int, int]:
-        """The replicas that have the time for all the work, and the most that are worth a try."""
-        work_ns = int(self._request_ns[self._traffic.source].sum())
-        low = self._without_a_pause(work_ns)
-        most = SEARCH_FACTOR * low
-        if not self._args.replicas and (self._traffic.names or self._args.scaling == "reactive"):
-            played = self.play(most)
-            low = self._without_a_pause(played.work_ns)
-            most = played.peak
-        return low, most
-
-    def _without_a_pause(self, work_ns: int) -> int:
-        return max(1, math.ceil(work_ns / int(self._traffic.at_ns[-1])))
-
-    def play(self, most: int) -> Played:
-        args = self._args
-        scaling = Scaling(
-            most=most,
-            is_reactive=args.scaling == "reactive",
-            least=min(most, args.least),
-            utilisation=args.utilisation,
-            window_ns=round(1e9 * args.window_s),
-            hold_ns=round(1e9 * args.hold_s),
-            cold_start_ns=round(1e9 * args.cold_start_s),
-        )
-        router = Router(
-            self._work,
-            bound=args.bound,
-            block_tokens=self._block_tokens,
-            cache_blocks=0 if args.no_prefix_caching else self._config.kv_cache_tokens // self._block_tokens,
-        )
-        first = self._traffic.at_ns.searchsorted(scaling.window_ns)
-        first_ns = int(self._request_ns[self._traffic.source[:first]].sum())
-        return play(self._traffic, router, scaling, first_ns=first_ns)
-
-    def figures(self, most: int) -> tuple[dict[str, Any], Played]:
-        """Times in ms. What is not of the sample is of the whole fleet."""
-        args, began = self._args, time.process_time()
-        target = Target(args.ttft_ms, args.tpot_ms)
-        played = self.play(most)
-        sample = run_sample(self._traffic, played, self._config, self._model, count=args.sample, seed=args.seed)
-        own = sample.records.figures({"interactive": target, "background": target})
-        lives = [played.lives[replica] for replica in sample.replicas]
-        seconds = played.end_ns / 1e9
-        up_ns = sum(max(life.off, done) - life.up for life, done in zip(lives, sample.done_ns, strict=True))
-        sampled = {
-            "replicas": len(sample.replicas),
-            "requests": own["requests"],
-            **{name: own.get(name) for name in ("refused", "ended", "ttft_ms", "tpot_ms", "gap_ms")},
-            **{name: own.get(name, 0.0) for name in ("good_share", "hit_rate")},
-            "preemptions": sample.preemptions,
-            "device_busy": sample.busy_ns / max(1, up_ns),
-        }
-        return {
-            "most": most,
-            "replicas_mean": sum(life.off - life.ordered for life in played.lives) / played.end_ns,
-            "replicas_peak": played.peak,
-            "gpu_hours": played.gpu_hours,
-            "seconds": seconds,
-            "requests": len(self._traffic),
-            "requests_per_s": len(self._traffic) / seconds,
-            "output_tokens_per_s": self._output_tokens / seconds,
-            "goodput_per_s": sampled["good_share"] * len(self._traffic) / seconds,
-            "utilisation": played.work_ns / sum(life.off - life.up for life in played.lives),
-            "sample": sampled,
-            "cpu_s": time.process_time() - began,
-        }, played
-
-
 def meets(sampled: dict[str, Any], args: argparse.Namespace) -> bool:
-    """Whether a sample's figures are within all targets that were asked for; what is refused is not good."""
+    """Whether a sample's figures are within all targets that were asked for."""
     for name in QUANTILES:
         target, values = getattr(args, name), sampled[name.replace("_p99", "")]
         if target is not None and (values is None or values["p99"] > target):
             return False
-    ended = sampled["ended"] / max(1, sampled["requests"])
-    return args.good_share is None or sampled["good_share"] * ended >= args.good_share
+    return args.good_share is None or sampled["good_share"] >= args.good_share
 
 
 def line(figures: dict[str, Any]) -> str:
@@ -232,11 +139,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         shift_s=args.shift_seconds,
         share=args.shared_prefixes,
     )
-    planner = Planner(traffic, args.file, args)
-    low, most = planner.bounds()
+    planner = Planner(
+        traffic,
+        replica_config(args, args.file),
+        StepModel(args.file.coefficients),
+        scaling=Scaling(
+            most=args.replicas or 1,
+            is_reactive=args.scaling == "reactive",
+            least=args.least,
+            utilisation=args.utilisation,
+            window_ns=round(1e9 * args.window_s),
+            hold_ns=round(1e9 * args.hold_s),
+            cold_start_ns=round(1e9 * args.cold_start_s),
+        ),
+        bound=args.bound,
+        good=Target(args.ttft_ms, args.tpot_ms),
+        sample=args.sample,
+        seed=args.seed,
+    )
     print(
-        f"{len(traffic)} requests in {traffic.at_ns[-1] / 1e9:.0f} s; {args.file.model} on {args.file.gpu}; "
-        f"work for {low} replicas without a pause; times in ms"
+        f"{len(traffic)} requests in {traffic.at_ns[-1] / 1e9:.0f} s; {args.file.model} on {args.file.gpu}; times in ms"
     )
     print("".join(f"{name:>10}" for name in COLUMNS))
     tried: dict[int, dict[str, Any]] = {}
@@ -253,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         is_enough(args.replicas)
         found: int | None = args.replicas
     else:
-        found = fewest(is_enough, min(low, most), most)
+        found = fewest(is_enough, *planner.bounds())
     shown = found or max(tried)
     if found is None:
         print(f"{shown} replicas do not meet the targets")

@@ -85,7 +85,8 @@ def test_the_command_finds_the_fewest_replicas_and_says_what_it_tried(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, picture = tmp_path / "plan.json", tmp_path / "plan.png"
-    arguments = [str(SAMPLE), "--requests", "40", "--scale-traffic", "60", "--length-scale", "0.1", "--sample", "1"]
+    arguments = [str(SAMPLE), "--requests", "40", "--scale-traffic", "15", "--length-scale", "0.1", "--sample", "1"]
+    arguments += ["--max-model-len", "8192"]
     code = plan_capacity.main([*arguments, "--tpot-p99-ms", "5", "--json", str(out), "--png", str(picture)])
     assert code == 0
     content = json.loads(out.read_text())
@@ -94,7 +95,7 @@ def test_the_command_finds_the_fewest_replicas_and_says_what_it_tried(
     assert tries[found]["met"]
     assert not tries[found - 1]["met"]
     assert tries[found]["sample"]["tpot_ms"]["p99"] <= 5 < tries[found - 1]["sample"]["tpot_ms"]["p99"]
-    assert tries[found]["requests"] == 2400
+    assert tries[found]["requests"] == 600
     assert tries[found]["gpu_hours"] == pytest.approx(found * tries[found]["seconds"] / 3600)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -113,7 +114,8 @@ def test_a_reactive_fleet_takes_fewer_gpu_hours_than_the_most_that_it_may_have(t
 
 
 def test_the_command_says_when_no_fleet_meets_the_targets(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [str(SAMPLE), "--requests", "20", "--length-scale", "0.1", "--ttft-p99-ms", "0.001"]
+    arguments = [str(SAMPLE), "--requests", "20", "--length-scale", "0.1", "--max-model-len", "8192"]
+    arguments += ["--ttft-p99-ms", "0.001"]
     assert plan_capacity.main(arguments) == 1
     assert "32 replicas do not meet the targets" in capsys.readouterr().out
 
