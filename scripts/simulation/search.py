@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 RESOLUTION = 50
@@ -12,13 +11,13 @@ RESOLUTION = 50
 def fewest(meets: Callable[[int], bool], low: int, most: int) -> int | None:
     """The least count from `low` to `most` that meets, if more always do where fewer did; None if `most` does not.
 
-    From `low` on each is half as much again until one meets; then the space between is halved.
+    From `low` on the steps double until one meets; then the space between is halved.
     """
-    below, high = low - 1, low
+    below, high, step = low - 1, low, max(1, low // RESOLUTION)
     while not meets(high):
         if high == most:
             return None
-        below, high = high, min(most, max(high + 1, math.ceil(1.5 * high)))
+        below, high, step = high, min(most, high + step), 2 * step
     while high - below > max(1, high // RESOLUTION):
         middle = (below + high) // 2
         if meets(middle):
