@@ -237,6 +237,7 @@ def tried(threshold: int, low: int, most: int) -> tuple[int | None, list[int]]:
 def test_the_fewest_replicas_that_do_are_found_in_few_tries() -> None:
     assert tried(1, 1, 32) == (1, [1])
     assert tried(7, 2, 64) == (7, [2, 3, 5, 9, 7, 6])
+    assert tried(7, 20, 64) == (7, [20, 19, 17, 13, 5, 9, 7, 6])
     assert tried(99, 4, 9) == (None, [4, 5, 7, 9])
     found, counts = tried(1234, 1000, 32000)
     assert found is not None
