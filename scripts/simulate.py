@@ -4,12 +4,13 @@
         [--load 0.5,0.7,0.9 | --time-scale 1 | --concurrency 64] [--json out.json] [--png out.png]
 
 TRACE: Azure's CSV, Mooncake's JSON lines (equal `hash_ids` are equal prompts), or what else `asyncengine bench --trace`
-reads, plain or .gz; "sharegpt" for the lengths of ShareGPT conversations. Hours of trace take seconds to minutes of one
-core. `docs/simulation.md` says what is simulated, what is not, and how far off it is.
+reads, plain or .gz; "sharegpt" for the lengths of ShareGPT conversations; "tenants" for one with 200 long prompts at
+once and one with one a second. Hours of trace take seconds to minutes of one core. `docs/simulation.md` says
+what is simulated, what is not, and how far off it is.
 
     TTFT, TPOT, gap   from a request's arrival to its first token; mean time between a request's tokens; time between
                       two tokens, over all tokens. Of gpu_runner alone: HTTP and text are not in them
-    good              requests of which TTFT and TPOT are within the targets; goodput: those per second
+    good              requests of which TTFT and TPOT are within the targets of their class; goodput: those per second
     hit rate          prompt tokens that the prefix cache had; endless: what a cache without end would have had
     busy              share of the time in which the device had a step
 """
@@ -22,21 +23,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from simulation.options import add_engine_options, check_engine_options, count, replica_config
+from simulation.records import Target, Targets
 from simulation.replica import ReplicaConfig
-from simulation.run import Run, capacity_ns, simulate, simulate_closed_loop
+from simulation.run import capacity_ns, simulate, simulate_closed_loop
 from simulation.step_model import StepModel, StepModelFile, read_step_model
+from simulation.table import heading, lines
+from simulation.terms import of_tenant, with_terms
 from simulation.traces import TraceRequest, endless_cache_hits, load_trace, scaled, with_urgent
 
-from asyncengine.config import PAGE_SIZE, SchedulingPolicy
+from asyncengine.config import EngineConfig, SchedulingPolicy
 
 MODELS = Path(__file__).parent / "step_models"
 POLICIES: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
-COPY_BYTES_PER_NS = 50
-"""Between device and host memory, each way: a PCIe 5 link of 16 lanes."""
-COLUMNS = (
-    *("TTFT p50", "p99", "urgent p99", "TPOT p50", "p99", "gap p50", "p99", "good %", "good/s", "out tok/s"),
-    *("hit %", "preempt", "busy %"),
-)
 
 
 def rows_of(
@@ -44,14 +43,8 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """Figures of each load and policy."""
     model = StepModel(file.coefficients)
-    config = ReplicaConfig(
-        kv_cache_tokens=args.kv_cache_tokens or file.kv_cache.tokens,
-        max_model_len=args.max_model_len or file.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        prefix_caching=not args.no_prefix_caching,
-        kv_host_tokens=args.kv_host_tokens,
-        page_copy_ns=round(file.kv_cache.bytes_per_token * PAGE_SIZE / COPY_BYTES_PER_NS),
+    config = replica_config(args, file)._replace(
+        interactive_gap_ms=args.interactive_gap_ms, background_gap_ms=args.background_gap_ms
     )
     duration = trace[-1].at_ns
     if args.load:
@@ -61,43 +54,38 @@ def rows_of(
         scales = [(f"x {args.time_scale:g}", args.time_scale)]
     rows = []
     for label, scale in scales:
-        for policy in policies:
-            here = config._replace(policy=policy)
-            if args.concurrency:
-                label = f"{args.concurrency} at once"
-                run = simulate_closed_loop(trace, here, model, concurrency=args.concurrency)
-            else:
-                run = simulate(scaled(trace, scale), here, model)
-            rows.append({"model": file.model, "gpu": file.gpu, "load": label, "policy": policy} | figures(run, args))
-            print(line(rows[-1]), flush=True)
+        for share in args.background:
+            requests = with_terms(scaled(trace, scale), background=share, tenants=args.tenants, seed=args.seed)
+            for policy in policies:
+                row = played(requests, config._replace(policy=policy), model, args)
+                load = f"{args.concurrency} at once" if args.concurrency else label
+                load += f" b{share:g}" if len(args.background) > 1 else ""
+                rows.append(
+                    {"model": file.model, "gpu": file.gpu, "load": load, "policy": policy, "background": share} | row
+                )
+                print("\n".join(lines(rows[-1])), flush=True)
     return rows
 
 
-def figures(run: Run, args: argparse.Namespace) -> dict[str, Any]:
-    return run.figures(ttft_target_ms=args.ttft_ms, tpot_target_ms=args.tpot_ms)
+def played(
+    requests: Sequence[TraceRequest], config: ReplicaConfig, model: StepModel, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Figures of one run; with `--alone` also of runs of each tenant's requests alone."""
+    targets = targets_of(args)
+    if args.concurrency:
+        return simulate_closed_loop(requests, config, model, concurrency=args.concurrency).figures(targets)
+    figures = simulate(requests, config, model).figures(targets)
+    if args.alone:
+        for name, own in figures.get("tenants", {}).items():
+            own["alone"] = simulate(of_tenant(requests, name), config, model).figures(targets)
+    return figures
 
 
-def line(row: dict[str, Any]) -> str:
-    """A line of the table."""
-    begin = f"{row['load']:<12} {row['policy']:<9}"
-    if not row["ended"]:
-        return f"{begin} none of {row['requests']} requests can run here: they are too long"
-    ttft, tpot, gap, urgent = (row[name] or {} for name in ("ttft_ms", "tpot_ms", "gap_ms", "urgent_ttft_ms"))
-    cells = (
-        *(_number(ttft.get("p50")), _number(ttft.get("p99")), _number(urgent.get("p99"))),
-        *(_number(tpot.get("p50")), _number(tpot.get("p99")), _number(gap.get("p50")), _number(gap.get("p99"))),
-        f"{100 * row['good_share']:.1f}",
-        f"{row['goodput_per_s']:.2f}",
-        f"{row['output_tokens_per_s']:.0f}",
-        f"{100 * row['hit_rate']:.1f}",
-        f"{row['preemptions']}",
-        f"{100 * row['device_busy']:.1f}",
-    )
-    return begin + "".join(f"{cell:>11}" for cell in cells)
-
-
-def _number(ms: float | None) -> str:
-    return "-" if ms is None else f"{ms:.1f}" if ms < 1000 else f"{ms:.0f}"
+def targets_of(args: argparse.Namespace) -> Targets:
+    return {
+        "interactive": Target(args.interactive_ttft_ms, args.interactive_gap_ms),
+        "background": Target(args.background_ttft_ms, args.background_gap_ms),
+    }
 
 
 def _loads(text: str) -> list[float]:
@@ -107,14 +95,15 @@ def _loads(text: str) -> list[float]:
     return loads
 
 
-def _count(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return count
+def _shares(text: str) -> list[float]:
+    shares = [float(part) for part in text.split(",")]
+    if not all(0 <= share <= 1 for share in shares):
+        raise argparse.ArgumentTypeError("a share must be from 0 to 1")
+    return shares
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    defaults = EngineConfig()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace")
     parser.add_argument("--model", type=Path, nargs="+", default=[MODELS / "h200-llama-3.1-8b.json"])
@@ -122,19 +111,23 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--load", type=_loads, help="shares of what the engine can take, with commas between: 0.5,0.9")
     how.add_argument("--time-scale", type=float, default=1.0, help="the trace takes so many times its time")
-    how.add_argument("--concurrency", type=_count, help="so many requests are under way at any time; no trace times")
-    parser.add_argument("--requests", type=_count, help="only the first so many of the trace")
+    how.add_argument("--concurrency", type=count, help="so many requests are under way at any time; no trace times")
+    parser.add_argument("--requests", type=count, help="only the first so many of the trace")
     parser.add_argument("--length-scale", type=float, default=1.0, help="prompts and answers are so many times as long")
     parser.add_argument("--urgent", type=float, default=0.25, help="share of requests of priority 0, others have 1")
-    parser.add_argument("--seed", type=int, default=0, help="which requests are urgent")
-    parser.add_argument("--ttft-ms", type=float, default=1000.0, help="target of the good")
-    parser.add_argument("--tpot-ms", type=float, default=50.0, help="target of the good")
-    parser.add_argument("--max-num-seqs", type=_count, default=256)
-    parser.add_argument("--max-num-batched-tokens", type=_count, default=2048)
-    parser.add_argument("--max-model-len", type=_count, help="(default: the model's)")
-    parser.add_argument("--kv-cache-tokens", type=_count, help="(default: what the GPU has room for)")
-    parser.add_argument("--kv-host-tokens", type=_count, default=0, help="of a tier in host memory (default: no tier)")
-    parser.add_argument("--no-prefix-caching", action="store_true")
+    parser.add_argument("--seed", type=int, default=0, help="draws urgency, class and tenant")
+    parser.add_argument(
+        "--background",
+        type=_shares,
+        default=[0.0],
+        help="share of requests of that service class, others are interactive; with commas between: one run of each",
+    )
+    parser.add_argument("--tenants", type=int, default=0, help="requests are dealt to so many, the i-th 1/i as many")
+    parser.add_argument("--alone", action="store_true", help="play each tenant's requests without the others', too")
+    for name in ("interactive_ttft_ms", "interactive_gap_ms", "background_ttft_ms", "background_gap_ms"):
+        default = getattr(defaults, name)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=default, help="target of the good")
+    add_engine_options(parser)
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--png", type=Path, help="draw them here")
     args = parser.parse_args(argv)
@@ -143,8 +136,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"there is no policy {', '.join(sorted(wrong))}; there are {', '.join(POLICIES)}")
     if args.time_scale < 0 or args.length_scale <= 0 or not 0 <= args.urgent <= 1:
         parser.error("--time-scale must not be negative, --length-scale must be above 0, --urgent from 0 to 1")
-    if args.max_num_batched_tokens < args.max_num_seqs:
-        parser.error("--max-num-batched-tokens must be at least --max-num-seqs")
+    if args.tenants < 0:
+        parser.error("--tenants must not be negative")
+    if args.alone and args.concurrency:
+        parser.error("--alone needs a trace with times, not --concurrency")
+    check_engine_options(parser, args)
     try:
         args.files = [read_step_model(path) for path in args.model]
         trace = load_trace(args.trace, limit=args.requests, length_scale=args.length_scale)
@@ -168,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     rows = []
     for file in args.files:
-        print(f"\n{file.model} on {file.gpu}\n{'':<22}" + "".join(f"{name:>11}" for name in COLUMNS))
+        print(f"\n{file.model} on {file.gpu}\n{heading()}")
         rows += rows_of(trace, file, args, args.policies)
     print(f"\n{sum(row['cpu_s'] for row in rows):.1f} s of one core")
     if args.json:

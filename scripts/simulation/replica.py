@@ -10,6 +10,7 @@ meanwhile, and the host's own time shows only where it is longer than a step, or
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -84,7 +85,7 @@ class Replica:
         self._model = model
         self._records = records
         self._limit = np.zeros(num_slots, np.int32)  # of each slot's row
-        self._request = np.zeros(num_slots, np.int64)  # its index
+        self._request = np.zeros(num_slots, np.int32)  # its index
         self._token_ns = np.full(num_slots, _NEVER, np.int64)  # when its latest token was seen
         self._in_flight: deque[_Step] = deque()
         self._device_free_ns = 0
@@ -116,6 +117,14 @@ class Replica:
             self._records.refused(request.index)
             return False
         return True
+
+    def play(self, requests: Iterable[TraceRequest]) -> None:
+        """Each comes at its time, in that order, and all end."""
+        for request in requests:
+            self.run_until(request.at_ns)
+            self.submit(request, request.at_ns)
+        while self.busy:
+            self.turn()
 
     def run_until(self, ns: int) -> None:
         """Take turns until the next one would begin at `ns` or later, or nothing is left to do."""
@@ -175,9 +184,12 @@ class Replica:
             self._request[row.slot] = row.rid
             self._token_ns[row.slot] = _NEVER
             self._records.first_token(row.rid, row.started_ns, now, row.cached_tokens)
-        before = self._token_ns[slots]
+        requests, before = self._request[slots], self._token_ns[slots]
         self._token_ns[slots] = now
-        self._records.gaps.append(now - (before[before != _NEVER] if output.opens else before))
+        if output.opens:
+            later = before != _NEVER
+            requests, before = requests[later], before[later]
+        self._records.later_tokens(requests, now - before, now)
         if not output.finish.any():
             return []
         ended: list[int] = self._request[slots[output.finish != _GOES_ON]].tolist()

@@ -6,9 +6,11 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from simulation.records import Records
+from simulation.fairness import fairness
+from simulation.records import Records, Targets
 from simulation.replica import Replica, ReplicaConfig
 from simulation.step_model import StepModel
+from simulation.terms import with_terms
 from simulation.traces import TraceRequest, scaled
 
 
@@ -19,12 +21,15 @@ class Run(NamedTuple):
     replica: Replica
     cpu_s: float
 
-    def figures(self, *, ttft_target_ms: float, tpot_target_ms: float) -> dict[str, Any]:
+    def figures(self, targets: Targets) -> dict[str, Any]:
         replica, counters = self.replica, self.replica.scheduler.counters
-        figures = self.records.figures(ttft_target_ms=ttft_target_ms, tpot_target_ms=tpot_target_ms)
+        figures = self.records.figures(targets)
+        if not figures["ended"]:
+            return figures | {"cpu_s": self.cpu_s}
         return figures | {
+            "fairness": fairness(self.records),
             "steps": replica.steps,
-            "device_busy": replica.busy_ns / 1e9 / figures["seconds"] if figures["ended"] else 0.0,
+            "device_busy": replica.busy_ns / 1e9 / figures["seconds"],
             "preemptions": counters.preemptions,
             "prefilled_tokens": counters.prefill_tokens,
             "cpu_s": self.cpu_s,
@@ -36,11 +41,7 @@ def simulate(requests: Sequence[TraceRequest], config: ReplicaConfig, model: Ste
     began = time.process_time()
     records = Records(requests)
     replica = Replica(config, model, records)
-    for request in requests:
-        replica.run_until(request.at_ns)
-        replica.submit(request, request.at_ns)
-    while replica.busy:
-        replica.turn()
+    replica.play(requests)
     return Run(records, replica, time.process_time() - began)
 
 
@@ -70,6 +71,6 @@ def simulate_closed_loop(
 
 def capacity_ns(requests: Sequence[TraceRequest], config: ReplicaConfig, model: StepModel) -> int:
     """What the engine takes for all of the requests if all are there from the begin, first come, first served: the time
-    over which they must come for a load of 1."""
-    run = simulate(scaled(requests, 0.0), config._replace(policy="fcfs"), model)
+    over which they must come for a load of 1. No one waits for tokens then, so all are of class background."""
+    run = simulate(with_terms(scaled(requests, 0.0), background=1.0), config._replace(policy="fcfs"), model)
     return int(run.records.end.max())

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from asyncengine.bench.records import Job
 from asyncengine.bench.workload import make_jobs, read_trace
 from asyncengine.config import PAGE_SIZE
 from asyncengine.terms import DEFAULT_TERMS, Terms
@@ -49,12 +50,20 @@ def load_trace(source: str, *, limit: int | None = None, length_scale: float = 1
     """The first `limit` requests, in order of time, the first at 0.
 
     source: a file that `asyncengine bench --trace` reads (Azure's CSV, JSON lines), Mooncake's JSON lines with
-    `hash_ids`, plain or .gz; or "sharegpt": 2000 pairs of lengths over and over, all at 0 (needs `limit`).
+    `hash_ids`, plain or .gz; "sharegpt": 2000 pairs of lengths over and over, all at 0; or "tenants": tenant "a" has
+    200 requests at once, tenant "b" 60, one a second, all of 8000 tokens with answers of 100.
     length_scale: prompts, answers and shared blocks are so much longer. Raises ValueError or OSError.
     """
+    hashed: list[tuple[int, ...]] = []
+    names: list[str] = []
     if source == "sharegpt":
         jobs = make_jobs(limit or 2000, lengths="sharegpt", rate=None, seed=0)
-        hashed: list[tuple[int, ...]] = []
+    elif source == "tenants":
+        jobs = [Job(at, 0.0, 8000, 100) for at in range(200)] + [
+            Job(200 + at, float(at), 8000, 100) for at in range(60)
+        ]
+        jobs = jobs[:limit]
+        names = ["a"] * 200 + ["b"] * 60
     else:
         path = Path(source)
         jobs = read_trace(path, limit=limit)
@@ -74,7 +83,8 @@ def load_trace(source: str, *, limit: int | None = None, length_scale: float = 1
         elif next_id + prompt > OUTPUT_IDS:
             next_id = 0  # after a billion tokens, of which nothing is cached any more
         at_ns = round(1e9 * job.at_s)
-        requests.append(TraceRequest(job.index, at_ns, prompt, output, next_id, blocks, block_tokens))
+        terms = Terms(tenant=names[job.index]) if names else DEFAULT_TERMS
+        requests.append(TraceRequest(job.index, at_ns, prompt, output, next_id, blocks, block_tokens, terms=terms))
         next_id += prompt
     return requests
 

@@ -34,7 +34,7 @@ class Parts:
 
     @property
     def copying(self) -> bool:
-        return bool(self.transfers) or self.begun != self.done
+        return self.host_pages > 0 and (bool(self.transfers) or self.begun != self.done)
 
     def plan(self) -> str | None:
         self.calls.append("plan")

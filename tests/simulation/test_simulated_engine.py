@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from simulation.records import Target, Targets
 from simulation.replica import Replica, ReplicaConfig
 from simulation.run import Run, capacity_ns, simulate, simulate_closed_loop
 from simulation.step_model import Coefficients, StepModel
@@ -19,6 +20,7 @@ from gpu_runner.schedule.queues import MAX_OVERTAKES
 
 SAMPLE = Path(__file__).parents[1] / "chaos" / "data" / "azure_conversation.csv"
 US = 1000
+TARGETS: Targets = {"interactive": Target(1.0, 1.0), "background": Target(2.0, 2.0)}
 CONFIG = ReplicaConfig(kv_cache_tokens=65536, max_model_len=8192)
 # a step of t tokens, padding included, takes 999 + t us
 ONE_US_A_TOKEN = {"base_tokens": (1, 2049), "base_us": (1000.0, 3048.0)}
@@ -107,9 +109,9 @@ def test_a_request_that_is_too_long_is_refused_and_the_others_run() -> None:
     run = simulate([request(0, 0, 8192, 1), request(1, 0, 16, 1)], CONFIG, model())
     assert run.records.is_refused.tolist() == [True, False]
     assert run.records.ran.tolist() == [False, True]
-    figures = run.figures(ttft_target_ms=1.0, tpot_target_ms=1.0)
+    figures = run.figures(TARGETS)
     assert (figures["requests"], figures["refused"], figures["ended"], figures["good_share"]) == (2, 1, 1, 0.0)
-    nothing = simulate([request(0, 0, 8192, 1)], CONFIG, model()).figures(ttft_target_ms=1, tpot_target_ms=1)
+    nothing = simulate([request(0, 0, 8192, 1)], CONFIG, model()).figures(TARGETS)
     assert nothing["ended"] == 0
 
 

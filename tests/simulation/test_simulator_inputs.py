@@ -223,7 +223,7 @@ def test_the_command_prints_a_line_per_load_and_policy_and_writes_what_it_found(
 
 def test_the_command_drives_a_closed_loop(tiny_model: str, capsys: pytest.CaptureFixture[str]) -> None:
     simulate.main(["sharegpt", "--model", tiny_model, "--requests", "20", "--concurrency", "4", "--policies", "fcfs"])
-    assert "4 at once    fcfs" in capsys.readouterr().out
+    assert "4 at once         fcfs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
