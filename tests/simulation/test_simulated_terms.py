@@ -59,7 +59,7 @@ def test_figures_of_each_class_are_of_its_requests_and_its_tokens_alone() -> Non
 def test_gaps_of_rows_that_run_together_go_to_the_class_of_each() -> None:
     # the second comes while steps 2 and 3 are in flight; step 4 holds its prompt, 1001 tokens padded to 1024
     trace = [request(0, 0, 16, 6), request(1, 1500 * US, 1000, 3, service_class="background")]
-    run = run_trace(trace, CONFIG, MODEL)
+    run = run_trace(trace, CONFIG._replace(interactive_gap_ms=1000.0), MODEL)
     whose, at_ns = run.records.later()
     gaps = np.concatenate(run.records.gaps) // US
     assert gaps[whose == 0].tolist() == [1000, 1000, 2023, 1001, 1001]
