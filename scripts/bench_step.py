@@ -1,4 +1,5 @@
-"""Times whole engine steps, without HTTP: decode by batch size and prefill, against what memory and arithmetic allow.
+"""Times whole engine steps, without HTTP: decode by batch size, prefill, and both in one step, against what memory and
+arithmetic allow.
 
     python scripts/bench_step.py [MODEL_FOLDER ...] [--batches 1,8,64,256,512] [--context 256] [--json out.json]
 
@@ -8,6 +9,7 @@ run in the loop's order, two steps in flight, so a step's time is what a stream 
     ms/step   median time between two collected steps in steady decode
     floor     bytes that must move (weights once, each row's keys and values) at 4.5 TB/s
     host us   time per step outside waiting for the device, and of its parts: plan, launch (packing included), commit
+    mixed     mean time of full steps in which rows decode beside a prompt's chunk
 """
 
 from __future__ import annotations
@@ -22,16 +24,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asyncengine.config import EngineConfig
+from asyncengine.config import PAGE_SIZE, EngineConfig
 from asyncengine.sampling import SamplingParams
 from gpu_runner.device.build import build_executor
 from gpu_runner.device.executor import Executor
 from gpu_runner.schedule.plan import StepPlan
 from gpu_runner.schedule.scheduler import Scheduler, num_slots_for
+from gpu_runner.schedule.step_time import attended_pairs
 
 DATA = Path(__file__).parent / "data"
 MEMORY_BYTES_PER_S = 4.5e12
 WARM_STEPS = 20
+MIXED_CHUNKS = 5
+LONGER = 4
+"""So many times the context, at which one batch is measured again: what the context alone costs."""
 
 
 class HostTimes(NamedTuple):
@@ -140,6 +146,40 @@ def measure_decode(engine: Engine, batch: int, context: int, steps: int) -> dict
     }
 
 
+def measure_mixed(engine: Engine, batch: int, context: int) -> dict[str, Any]:
+    """Full steps of one prompt's chunks beside `batch` rows that decode. On average over the steps: tokens of context
+    that the rows attend to, and pairs of a prefill token and one that it attends to."""
+    engine.reset()
+    vocab_size = engine.executor.model_config.vocab_size
+    length = min(MIXED_CHUNKS * engine.executor.max_step_tokens, engine.executor.max_model_len - 1)
+    for rid, prompt in enumerate(prompts(batch, max(1, context - WARM_STEPS), vocab_size)):
+        engine.add(rid, prompt, WARM_STEPS + 400)
+    while (plan := engine.turn()) is None or plan.num_decode_rows < batch:
+        pass
+    engine.add(batch, prompts(1, length, vocab_size)[0], 1)
+    times, contexts, pairs = [], [], []
+    last = time.perf_counter()
+    while engine.scheduler.knows(batch):
+        plan = engine.turn()
+        now = time.perf_counter()
+        if plan is not None and len(plan.prefill_tokens) + batch == engine.executor.max_step_tokens:
+            start, chunk = int(plan.row_start[batch]), int(plan.row_len[batch])
+            times.append(now - last)
+            contexts.append(int(plan.row_start[:batch].sum()) + batch)
+            pairs.append(attended_pairs(start, chunk))
+        last = now
+    for rid in range(batch):
+        engine.scheduler.abort(rid)
+    engine.drain()
+    return {
+        "batch": batch,
+        "context_tokens": float(np.mean(contexts)),
+        "pairs": float(np.mean(pairs)),
+        "steps": len(times),
+        "ms": 1e3 * float(np.mean(times)),
+    }
+
+
 def _dtype(executor: Executor) -> Any:
     import torch
 
@@ -199,9 +239,27 @@ def bench(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         print(
             f"prefill {count:>3} x {length:<5} {count * length / total:>10,.0f} tok/s, first token {1e3 * first:.2f} ms"
         )
-    step_tokens = engine.executor.max_step_tokens
-    engine.executor.close()
-    return {"model": model.name, "step_tokens": step_tokens, "decode": rows, "prefill": prefill}
+    executor = engine.executor
+    step_tokens = executor.max_step_tokens
+    room = executor.num_pages * PAGE_SIZE // (2 * LONGER * args.context)
+    batch = max(batch for batch in batches if batch <= min(room, step_tokens // 2))
+    longer = measure_decode(engine, batch, LONGER * args.context, args.steps)
+    mixed = measure_mixed(engine, batch, args.context)
+    print(f"decode  {batch:>3} x {LONGER * args.context:<5} of context {longer['ms']:>8.3f} ms/step")
+    print(f"mixed   {batch:>3} rows + a chunk of {step_tokens - batch:<5} {mixed['ms']:>8.3f} ms/step")
+    executor.close()
+    return {
+        "model": model.name,
+        "device": executor.info.device,
+        "max_model_len": executor.model_config.max_position,
+        "kv_cache_tokens": (executor.num_pages - 1) * PAGE_SIZE,
+        "kv_bytes_per_token": executor.model_config.kv_bytes_per_token(_dtype(executor)),
+        "step_tokens": step_tokens,
+        "decode": rows,
+        "longer": longer,
+        "prefill": prefill,
+        "mixed": mixed,
+    }
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
     python scripts/fit_step_model.py scripts/step_models/*.json [--bench-step out.json]
 
 --bench-step: what `bench_step.py --json` wrote; its decode steps, prefill and host times take the place of those in the
-files.
+files. A file that is not there yet is made of it alone, if it is of one model.
 
 Each coefficient comes of figures that show it alone: decode attention of a layer (the slope over the tokens it reads),
 head and choice of tokens (the slope over rows), prefill of long and short prompts in steps of one size (the pairs). The
@@ -75,6 +75,11 @@ def errors(figures: dict[str, Any], coefficients: Coefficients) -> list[dict[str
     for row in attention:
         us = constant + per_layer * row["context_tokens"]
         rows.append(_error(f"decode attention, one layer, batch {row['batch']}", "fitted", row["us"] / 1e3, us / 1e3))
+    if mixed := figures.get("mixed"):
+        us = 1e-3 * model.time_ns(
+            tokens=step_tokens, sampled=mixed["batch"], context=mixed["context_tokens"], pairs=mixed["pairs"]
+        )
+        rows.append(_error(f"{mixed['batch']} rows beside a chunk", mixed["point"], mixed["ms"], us / 1e3))
     for row in figures["first_token"]["ms"]:
         length = row["prompt"]
         pairs = length * (length + 1) // 2
@@ -88,13 +93,50 @@ def with_bench_step(figures: dict[str, Any], result: dict[str, Any], source: str
     runs = [row for row in result["prefill"] if row["count"] > 1]
     single = [row for row in result["prefill"] if row["count"] == 1]
     decode = [{key: row[key] for key in ("batch", "context", "ms")} for row in result["decode"]]
-    host = [{"rows": row["batch"], "us": row["host_us"]} for row in result["decode"]]
+    # a CPU computes within the launch
+    parts = ("plan_us", "commit_us") if result["device"] == "cpu" else ("host_us",)
+    host = [{"rows": row["batch"], "us": sum(row[part] for part in parts)} for row in result["decode"]]
     prefill = [{key: row[key] for key in ("count", "length", "tokens_per_s")} for row in runs]
     return figures | {
         "decode": {"source": source, "ms": decode},
         "prefill": {"source": source, "step_tokens": result["step_tokens"], "runs": prefill},
         "first_token": {"source": source, "ms": [{"prompt": row["length"], "ms": row["first_ms"]} for row in single]},
         "host": {"source": source, "us": host},
+        "mixed": {"source": source, "point": "not seen"} | result["mixed"],
+    }
+
+
+def new_file(result: dict[str, Any], source: str) -> dict[str, Any]:
+    """All that a file has before the fit, from `bench_step.py` alone. What a decode step's context costs is told by one
+    batch at two contexts, and what a row costs that samples by steps that have both rows and a prompt's chunk."""
+    batch = result["longer"]["batch"]
+    short = next(row for row in result["decode"] if row["batch"] == batch)
+    attention = [
+        {"batch": batch, "context_tokens": batch * row["context"], "us": 1e3 * row["ms"]}
+        for row in (short, result["longer"])
+    ]
+    nothing = {"rows": 0, "us": 0.0}
+    figures = {
+        "layers": 1,  # times are of all together
+        "attention": {"source": source, "us_per_layer": attention},
+        "head": {"source": source, "us": [nothing, {"rows": batch, "us": 0.0}]},
+    }
+    figures = with_bench_step(figures, result, source)
+    mixed = figures["mixed"] | {"point": "fitted"}
+    without = StepModel(fit(figures)).time_ns(
+        tokens=result["step_tokens"], sampled=0, context=mixed["context_tokens"], pairs=mixed["pairs"]
+    )
+    figures["head"]["us"][1]["us"] = max(0.0, 1e3 * mixed["ms"] - 1e-3 * without)
+    return {
+        "gpu": result["device"],
+        "model": result["model"],
+        "max_model_len": result["max_model_len"],
+        "kv_cache": {
+            "tokens": result["kv_cache_tokens"],
+            "bytes_per_token": result["kv_bytes_per_token"],
+            "source": source,
+        },
+        "figures": figures | {"mixed": mixed},
     }
 
 
@@ -127,11 +169,17 @@ def main() -> None:
     parser.add_argument("--bench-step", type=Path, help="JSON that bench_step.py wrote")
     args = parser.parse_args()
     benched = json.loads(args.bench_step.read_text()) if args.bench_step else []
+    source = f"bench_step.py, {args.bench_step and args.bench_step.name}"
     for path in args.files:
-        content = json.loads(path.read_text())
-        for result in benched:
-            if result["model"] == content["model"]:
-                content["figures"] = with_bench_step(content["figures"], result, f"bench_step.py, {args.bench_step}")
+        if path.exists():
+            content = json.loads(path.read_text())
+            for result in benched:
+                if result["model"] == content["model"]:
+                    content["figures"] = with_bench_step(content["figures"], result, source)
+        elif len(benched) == 1:
+            content = new_file(benched[0], source)
+        else:
+            raise SystemExit(f"{path} is not there, and can be made only of --bench-step of one model")
         coefficients = fit(content["figures"])
         content["coefficients"] = {name: getattr(coefficients, name) for name in coefficients.__struct_fields__}
         content["errors"] = errors(content["figures"], coefficients)

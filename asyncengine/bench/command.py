@@ -2,19 +2,21 @@
 
     asyncengine bench --url http://127.0.0.1:8000 --requests 1000 --concurrency 256
     asyncengine bench --requests 500 --rate 20 --lengths 512:128 --goodput 200:20
-    asyncengine bench --trace trace.jsonl --speed 2 --json out.json
+    asyncengine bench --trace trace.jsonl --speed 2 --background 0.5 --json out.json
 
 Closed loop (--concurrency): so many requests are under way at any time. Open loop: requests are sent when due, whatever
 the server does; --rate: at random (Poisson); --trace: at the times of a file. Prompts are random token ids, decoding is
-greedy and ignores the end of sequence, so lengths are exact. Lengths are those of ShareGPT's conversations, are
-fixed (--lengths PROMPT:OUTPUT), or come with the trace: lines `seconds, prompt tokens, output tokens` as CSV or as JSON
-arrays, or JSON objects with `timestamp` in ms, `input_length` and `output_length`; the name may end in .gz.
+greedy and ignores the end of sequence, so lengths are exact. Lengths are those of ShareGPT's conversations, are drawn
+like those of Azure's conversation trace (--lengths conversation), are fixed (PROMPT:OUTPUT), or come with the trace:
+lines `seconds, prompt tokens, output tokens` as CSV or as JSON arrays, or JSON objects with `timestamp` in ms,
+`input_length` and `output_length`; the name may end in .gz.
 
     TTFT   from before the connection is made to the first output
     TPOT   from first to last output / (output tokens - 1), the tokens as the server's usage counts them: right
            however many tokens come at once; requests of one token have none
     ITL    between two arrivals of output of a stream, whatever number of tokens each brought
     late   how long after its due time a request was sent: this client's fault, so it should be near 0
+    within requests of a class whose TTFT and TPOT were within its targets, which are the defaults of `serve`
 """
 
 from __future__ import annotations
@@ -27,11 +29,13 @@ from pathlib import Path
 from typing import get_args
 from urllib.parse import urlsplit
 
+import msgspec
+
 from asyncengine.config import ServiceClass
 from asyncengine.errors import EngineError
 
 MOST_PROCESSES = 8
-SHAREGPT = "sharegpt"
+DRAWN_LENGTHS = ("sharegpt", "conversation")
 
 
 def add_bench_options(parser: argparse.ArgumentParser) -> None:
@@ -66,9 +70,9 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths",
         type=lengths,
-        default=SHAREGPT,
+        default=DRAWN_LENGTHS[0],
         metavar="PROMPT:OUTPUT",
-        help="tokens of each request, or sharegpt for that set's lengths (default: %(default)s)",
+        help="tokens of each request, or sharegpt or conversation for such lengths (default: %(default)s)",
     )
     parser.add_argument(
         "--vocab",
@@ -77,10 +81,18 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
         metavar="LOW:HIGH",
         help="ids of prompts, HIGH not among them (default: 1000:32000)",
     )
-    parser.add_argument(
+    classes = parser.add_mutually_exclusive_group()
+    classes.add_argument(
         "--service-class",
         choices=get_args(ServiceClass),
         help="of all requests; only this project's server knows it (default: what the server takes)",
+    )
+    classes.add_argument(
+        "--background",
+        type=share,
+        metavar="SHARE",
+        help="so many of the requests, drawn from the seed, are of that class, the others interactive (default: none "
+        "names a class)",
     )
     parser.add_argument(
         "--goodput",
@@ -98,7 +110,9 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=positive_float, default=600.0, metavar="S", help="seconds for one request (default: 600)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of arrivals and prompts (default: 0)")
+    parser.add_argument(
+        "--seed", type=natural, default=0, metavar="N", help="of arrivals, prompts and classes (default: 0)"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar (default: a bar)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here (default: nowhere)")
 
@@ -107,22 +121,32 @@ def bench_command(args: argparse.Namespace) -> int:
     """Returns the exit code: 1 when a request failed. Raises `EngineError`."""
     from asyncengine.bench.load import first_model, load
     from asyncengine.bench.report import print_summary, summarize
-    from asyncengine.bench.workload import make_jobs, read_trace
+    from asyncengine.bench.workload import Load
     from asyncengine.cli import allow_many_connections
 
-    if args.trace:
-        try:
-            jobs = read_trace(args.trace, limit=args.requests, speed=args.speed)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise EngineError(f"{args.trace} cannot be read as a trace: {error!r}") from error
-    else:
-        jobs = make_jobs(args.requests or 100, lengths=args.lengths, rate=args.rate, seed=args.seed)
+    sent = Load(
+        trace=str(args.trace) if args.trace else None,
+        speed=args.speed,
+        requests=args.requests,
+        lengths=args.lengths,
+        rate=args.rate,
+        concurrency=None if args.rate or args.trace else args.concurrency,
+        service_class=args.service_class,
+        background=args.background,
+        seed=args.seed,
+    )
+    jobs = sent.jobs()
     if not jobs:
         raise EngineError("there is nothing to send")
     args.model = args.model or first_model(args)
     allow_many_connections()
     records, cpu_share = asyncio.run(load(args, jobs))
-    summary = {"model": args.model, **summarize(records, args.goodput), "client_cpu_share": cpu_share}
+    summary = {
+        "model": args.model,
+        "load": msgspec.to_builtins(sent),
+        **summarize(records, args.goodput),
+        "client_cpu_share": cpu_share,
+    }
     print_summary(summary)
     if args.json:
         args.json.write_text(json.dumps(summary, indent=2) + "\n")
@@ -145,6 +169,18 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def natural(text: str) -> int:
+    if int(text) < 0:
+        raise ValueError
+    return int(text)
+
+
+def share(text: str) -> float:
+    if not 0.0 <= float(text) <= 1.0:
+        raise ValueError
+    return float(text)
+
+
 def positive_float(text: str) -> float:
     if not 0.0 < float(text) < float("inf"):
         raise ValueError
@@ -152,7 +188,7 @@ def positive_float(text: str) -> float:
 
 
 def lengths(text: str) -> str:
-    if text != SHAREGPT:
+    if text not in DRAWN_LENGTHS:
         prompt, output = text.split(":")
         positive(prompt), positive(output)
     return text

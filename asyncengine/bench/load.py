@@ -42,7 +42,6 @@ async def load(args: argparse.Namespace, jobs: list[Job]) -> tuple[list[Record],
             vocab=args.vocab,
             seed=args.seed,
             timeout_s=args.timeout,
-            extra={"service_class": args.service_class} if args.service_class else {},
         )
         for share, lanes in split(jobs, concurrency, processes)
     ]

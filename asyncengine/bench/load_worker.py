@@ -67,9 +67,9 @@ class LoadWorker:
         finally:
             if transport is not None:
                 transport.close()
-        write(self._record(exchange, failure, due, sent))
+        write(self._record(job, exchange, failure, due, sent))
 
-    def _record(self, exchange: Exchange | None, failure: str, due: float | None, sent: float) -> Record:
+    def _record(self, job: Job, exchange: Exchange | None, failure: str, due: float | None, sent: float) -> Record:
         arrivals = [] if exchange is None else [moment - self._start for moment in exchange.arrivals]
         usage, detail = Usage(0, 0), ""
         if exchange is not None and not failure:
@@ -88,6 +88,7 @@ class LoadWorker:
             prompt_tokens=usage.prompt_tokens,
             output_tokens=usage.completion_tokens,
             gaps_us=[round(1e6 * (b - a)) for a, b in itertools.pairwise(arrivals)],
+            service_class=job.service_class,
         )
 
     def _request(self, job: Job) -> bytes:
@@ -102,7 +103,7 @@ class LoadWorker:
                 "ignore_eos": True,
                 "stream": True,
                 "stream_options": {"include_usage": True},
-                **task.extra,
+                **({"service_class": job.service_class} if job.service_class else {}),
             }
         )
         headers = {

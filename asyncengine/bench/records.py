@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import msgspec
 
+from asyncengine.config import ServiceClass
+
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
-    """at_s: when it is due, in seconds after the start; of no meaning in a closed loop."""
+    """at_s: when it is due, in seconds after the start; of no meaning in a closed loop. service_class: None where the
+    request names none."""
 
     index: int
     at_s: float
     prompt_tokens: int
     output_tokens: int
+    service_class: ServiceClass | None = None
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """concurrency: requests under way at any time (closed loop), or None to send each when due (open loop).
 
-    vocab: prompts are random ids from the first to below the second. extra: fields of each body besides those that any
-    server knows.
+    vocab: prompts are random ids from the first to below the second.
     """
 
     host: str
@@ -31,7 +34,6 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     vocab: tuple[int, int]
     seed: int
     timeout_s: float
-    extra: dict[str, str] = {}
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -57,6 +59,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     prompt_tokens: int
     output_tokens: int
     gaps_us: list[int]
+    service_class: ServiceClass | None = None
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):

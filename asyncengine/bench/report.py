@@ -9,42 +9,73 @@ from typing import Any
 import numpy as np
 
 from asyncengine.bench.records import Record
+from asyncengine.config import EngineConfig, ServiceClass
 
 PERCENTILES = (50, 90, 99)
 
 
 def summarize(records: Sequence[Record], goodput: tuple[float, float] | None = None) -> dict[str, Any]:
-    """All the numbers. goodput: the longest TTFT and TPOT of a request that counts as good, in ms."""
-    good = [record for record in records if record.status == "ok"]
+    """All the numbers, and under `classes` those of each class that requests named. goodput: the longest TTFT and TPOT
+    of a request that counts as good, in ms."""
     seconds = max((record.end_s for record in records), default=0.0) or float("nan")
+    good = [record for record in records if record.status == "ok"]
+    late = [1e3 * (record.sent_s - record.due_s) for record in records if record.due_s is not None]
+    summary: dict[str, Any] = {
+        **_of(records, seconds),
+        "failures": dict(Counter(record.status for record in records if record.status != "ok")),
+        "failure_details": {record.status: record.detail for record in reversed(records) if record.detail},
+        "seconds": seconds,
+        "requests_per_s": len(good) / seconds,
+        "prompt_tokens_per_s": sum(record.prompt_tokens for record in good) / seconds,
+        **({"late_ms": spread(late)} if late else {}),
+    }
+    if goodput is not None:
+        summary["goodput"] = _within(records, goodput, seconds)
+    if classes := sorted({record.service_class for record in records if record.service_class}, reverse=True):
+        targets = class_targets()
+        summary["classes"] = {}
+        for name in classes:
+            own = [record for record in records if record.service_class == name]
+            summary["classes"][name] = _of(own, seconds) | {"within": _within(own, targets[name], seconds)}
+    return summary
+
+
+def class_targets() -> dict[ServiceClass, tuple[float, float]]:
+    """TTFT and TPOT in ms that the engine aims at where it is not told otherwise."""
+    engine = EngineConfig()
+    return {
+        "interactive": (engine.interactive_ttft_ms, engine.interactive_gap_ms),
+        "background": (engine.background_ttft_ms, engine.background_gap_ms),
+    }
+
+
+def _of(records: Sequence[Record], seconds: float) -> dict[str, Any]:
+    good = [record for record in records if record.status == "ok"]
     output_tokens = sum(record.output_tokens for record in good)
-    prompt_tokens = sum(record.prompt_tokens for record in good)
     latencies = {
         "ttft_ms": [ttft_ms(record) for record in good],
         "tpot_ms": [tpot_ms(record) for record in good if record.output_tokens > 1],
         "itl_ms": [gap / 1e3 for record in good for gap in record.gaps_us],
         "e2e_ms": [1e3 * (record.end_s - record.sent_s) for record in good],
-        "late_ms": [1e3 * (record.sent_s - record.due_s) for record in records if record.due_s is not None],
     }
-    summary: dict[str, Any] = {
+    return {
         "requests": len(records),
         "ok": len(good),
-        "failures": dict(Counter(record.status for record in records if record.status != "ok")),
-        "failure_details": {record.status: record.detail for record in reversed(records) if record.detail},
-        "seconds": seconds,
-        "requests_per_s": len(good) / seconds,
         "output_tokens": output_tokens,
         "output_tokens_per_s": output_tokens / seconds,
-        "prompt_tokens_per_s": prompt_tokens / seconds,
         **{name: spread(values) for name, values in latencies.items() if values},
     }
-    if goodput is not None:
-        met = sum(
-            ttft_ms(record) <= goodput[0] and (record.output_tokens < 2 or tpot_ms(record) <= goodput[1])
-            for record in good
-        )
-        summary["goodput"] = {"ttft_ms": goodput[0], "tpot_ms": goodput[1], "met": met, "per_s": met / seconds}
-    return summary
+
+
+def _within(records: Sequence[Record], target: tuple[float, float], seconds: float) -> dict[str, float]:
+    """met: how many were ok, and their TTFT and TPOT within the target."""
+    met = sum(
+        record.status == "ok"
+        and ttft_ms(record) <= target[0]
+        and (record.output_tokens < 2 or tpot_ms(record) <= target[1])
+        for record in records
+    )
+    return {"ttft_ms": target[0], "tpot_ms": target[1], "met": met, "per_s": met / seconds}
 
 
 def ttft_ms(record: Record) -> float:
@@ -84,5 +115,21 @@ def print_summary(summary: dict[str, Any]) -> None:
     for key, name in names.items():
         if key in summary:
             print(f"{name:<12}" + "".join(f"{summary[key][column]:>11.2f}" for column in columns))
+    print_classes(summary.get("classes", {}))
     if (share := summary.get("client_cpu_share", 0.0)) > 0.0:
         print(f"the busiest client process used {100 * share:.0f} % of a core")
+
+
+def print_classes(classes: dict[str, dict[str, Any]]) -> None:
+    """A line of each; nothing where requests named none."""
+    if not classes:
+        return
+    latencies = {"TTFT": "ttft_ms", "TPOT": "tpot_ms", "ITL": "itl_ms"}
+    heads = ("requests", *(part for name in latencies for part in (f"{name} p50", "p99")), "within %", "out tok/s")
+    print(f"{'class, ms':<12}" + "".join(f"{head:>11}" for head in heads))
+    for name, own in classes.items():
+        spreads = (own.get(key, {}) for key in latencies.values())
+        cells = [f"{each[mark]:.2f}" if each else "-" for each in spreads for mark in ("p50", "p99")]
+        within = f"{100 * own['within']['met'] / own['requests']:.1f}"
+        row = (str(own["requests"]), *cells, within, f"{own['output_tokens_per_s']:,.0f}")
+        print(f"{name:<12}" + "".join(f"{cell:>11}" for cell in row))

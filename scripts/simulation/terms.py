@@ -9,13 +9,15 @@ import msgspec
 import numpy as np
 from simulation.traces import TraceRequest
 
+from asyncengine.bench.workload import background_requests
+
 
 def with_terms(
     requests: Sequence[TraceRequest], *, background: float = 0.0, tenants: int = 0, seed: int = 0
 ) -> list[TraceRequest]:
     """A share of `background` is of that class. tenants: they are dealt to "t0", "t1", ..., of which the i-th has 1 / i
     as many as the first; 0: each stays with the tenant it has. Neither changes what the other draws."""
-    is_background = np.random.default_rng((seed, 1)).random(len(requests)) < background
+    is_background = background_requests(len(requests), background, seed)
     names = [request.terms.tenant for request in requests]
     if tenants:
         weights = 1 / np.arange(1, tenants + 1)
@@ -28,7 +30,7 @@ def with_terms(
                 request.terms, tenant=name, service_class="background" if late else "interactive"
             ),
         )
-        for request, name, late in zip(requests, names, is_background.tolist(), strict=True)
+        for request, name, late in zip(requests, names, is_background, strict=True)
     ]
 
 

@@ -16,14 +16,17 @@ from typing import Any
 
 import msgspec
 import pytest
+from simulation.terms import with_terms
+from simulation.traces import load_trace
 from support.python_path import PYTHON_PATH
 
 from asyncengine.bench.exchange import Exchange, judge
 from asyncengine.bench.load import load, split
 from asyncengine.bench.records import Job, Record
 from asyncengine.bench.report import print_summary, summarize
-from asyncengine.bench.workload import make_jobs, read_trace
+from asyncengine.bench.workload import Load, make_jobs, read_trace
 from asyncengine.cli import build_parser, main
+from asyncengine.config import ServiceClass
 
 # ----------------------------------------------------------------------------------------------------- what is sent
 
@@ -60,6 +63,35 @@ def test_a_trace_is_read_in_order_from_its_first_arrival_on(tmp_path: Path, name
     assert read_trace(path) == [Job(0, 0.0, 20, 3), Job(1, 2.0, 30, 4)]
     assert read_trace(path, speed=4.0)[1].at_s == 0.5
     assert len(read_trace(path, limit=1)) == 1
+
+
+def test_a_load_names_a_class_for_all_requests_or_draws_a_share_of_background_from_its_seed(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text("[0, 30, 4]\n" * 400)
+    assert {job.service_class for job in Load(requests=3).jobs()} == {None}
+    assert {job.service_class for job in Load(requests=3, service_class="background").jobs()} == {"background"}
+    load = Load(trace=str(path), background=0.25, seed=7)
+    classes = [job.service_class for job in load.jobs()]
+    assert classes == [job.service_class for job in load.jobs()]
+    assert classes.count("background") == pytest.approx(100, abs=25)
+    assert classes.count("interactive") == 400 - classes.count("background")
+    # as the simulator draws them
+    simulated = with_terms(load_trace(str(path)), background=0.25, seed=7)
+    assert classes == [request.terms.service_class for request in simulated]
+    assert msgspec.convert(msgspec.to_builtins(load), Load) == load
+
+
+def test_lengths_of_conversations_are_drawn_from_the_seed() -> None:
+    jobs = make_jobs(4000, lengths="conversation", rate=5.0, seed=3)
+    assert jobs == make_jobs(4000, lengths="conversation", rate=5.0, seed=3)
+    assert jobs[:1] != make_jobs(1, lengths="conversation", rate=5.0, seed=4)
+    for values, mean, most in (
+        ([j.prompt_tokens for j in jobs], 1155, 7000),
+        ([j.output_tokens for j in jobs], 211, 1000),
+    ):
+        assert sum(values) / len(values) == pytest.approx(mean, rel=0.1)
+        assert min(values) >= 1
+        assert max(values) <= most
 
 
 def test_processes_share_the_jobs_and_the_concurrency() -> None:
@@ -160,6 +192,26 @@ def test_tpot_counts_tokens_and_not_events_and_goodput_needs_both_limits() -> No
     assert summary["goodput"]["met"] == 2
 
 
+def test_each_class_has_numbers_of_its_own_and_the_engines_targets(capsys: pytest.CaptureFixture[str]) -> None:
+    fast, slow = record(0.0, [0.5, 0.54], 2), record(0.0, [1.5, 1.6], 2)
+    by_class: list[tuple[ServiceClass, Record]] = [
+        *(("interactive", each) for each in (fast, slow, record(0.0, [], 0, status="HTTP 503"))),
+        ("background", slow),
+    ]
+    summary = summarize([msgspec.structs.replace(each, service_class=name) for name, each in by_class])
+    assert list(summary["classes"]) == ["interactive", "background"]
+    interactive, background = summary["classes"].values()
+    assert (interactive["requests"], interactive["ok"], interactive["output_tokens"]) == (3, 2, 4)
+    assert interactive["within"] == {"ttft_ms": 1000.0, "tpot_ms": 50.0, "met": 1, "per_s": 1 / 1.6}
+    assert background["within"] == {"ttft_ms": 60000.0, "tpot_ms": 500.0, "met": 1, "per_s": 1 / 1.6}
+    assert background["itl_ms"]["p99"] == pytest.approx(100)
+    assert background["output_tokens_per_s"] == pytest.approx(2 / 1.6)
+    print_summary(summary)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].split() == ["background", "1", "1500.00", "1500.00", *4 * ["100.00"], "100.0", "1"]
+    assert "classes" not in summarize([fast])
+
+
 @pytest.mark.parametrize("way", [("--concurrency", "3"), ("--rate", "400", "--service-class", "background")])
 async def test_a_server_is_loaded_by_several_processes(
     way: tuple[str, str], capsys: pytest.CaptureFixture[str]
@@ -195,7 +247,8 @@ async def test_a_server_is_loaded_by_several_processes(
         ["bench", "--url", f"http://127.0.0.1:{port}/base/", "--model", "m", "--processes", "2", "--quiet", *way]
     )
     args.vocab = (100, 103)
-    jobs = [Job(index, index / 400, 10 + index, 3 if index == 4 else 8) for index in range(10)]
+    name = args.service_class
+    jobs = [Job(index, index / 400, 10 + index, 3 if index == 4 else 8, name) for index in range(10)]
     async with server:
         records, cpu_share = await load(args, jobs)
     summary = summarize(records)
@@ -218,6 +271,8 @@ async def test_a_server_is_loaded_by_several_processes(
         (["--concurrency", "0"], 2, "argument --concurrency: invalid positive value: '0'"),
         (["--lengths", "5"], 2, "argument --lengths: invalid lengths value: '5'"),
         (["--vocab", "9:9"], 2, "argument --vocab: invalid vocabulary value: '9:9'"),
+        (["--background", "1.1"], 2, "argument --background: invalid share value: '1.1'"),
+        (["--seed", "-1"], 2, "argument --seed: invalid natural value: '-1'"),
         (["--rate", "1", "--trace", "t"], 2, "argument --trace: not allowed with argument --rate"),
         (["--trace", "/nowhere.csv"], 1, "asyncengine: /nowhere.csv cannot be read as a trace: FileNotFoundError"),
         (["--url", "http://127.0.0.1:9"], 1, "asyncengine: http://127.0.0.1:9 does not tell its models: "),
@@ -272,3 +327,4 @@ def test_the_script_is_the_command_and_writes_the_numbers(tmp_path: Path) -> Non
     assert "3/3" in result.stderr, "the progress bar"
     written = json.loads(numbers.read_text())
     assert (written["model"], written["ok"], written["output_tokens"]) == ("the-model", 3, 6)
+    assert msgspec.convert(written["load"], Load) == Load(requests=3, lengths="5:2", concurrency=1)
