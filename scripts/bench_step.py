@@ -9,7 +9,7 @@ run in the loop's order, two steps in flight, so a step's time is what a stream 
     ms/step   median time between two collected steps in steady decode
     floor     bytes that must move (weights once, each row's keys and values) at 4.5 TB/s
     host us   time per step outside waiting for the device, and of its parts: plan, launch (packing included), commit
-    mixed     mean time of full steps in which rows decode beside a prompt's chunk
+    mixed     median time of full steps in which rows decode beside a prompt's chunk
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def measure_mixed(engine: Engine, batch: int, context: int) -> dict[str, Any]:
         "context_tokens": float(np.mean(contexts)),
         "pairs": float(np.mean(pairs)),
         "steps": len(times),
-        "ms": 1e3 * float(np.mean(times)),
+        "ms": 1e3 * float(np.median(times)),
     }
 
 
@@ -228,7 +228,7 @@ def bench(model: Path, args: argparse.Namespace) -> dict[str, Any]:
             flush=True,
         )
     prefill = []
-    for count, length in ((1, 2000), (64, 512), (16, 2048), (4, 8000)):
+    for count, length in args.prefill:
         if length >= engine.executor.max_model_len:
             continue
         measure_prefill(engine, count, length)
@@ -244,9 +244,10 @@ def bench(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     room = executor.num_pages * PAGE_SIZE // (2 * LONGER * args.context)
     batch = max(batch for batch in batches if batch <= min(room, step_tokens // 2))
     longer = measure_decode(engine, batch, LONGER * args.context, args.steps)
-    mixed = measure_mixed(engine, batch, args.context)
+    mixed = measure_mixed(engine, min(batch, config.max_num_seqs - 1), args.context)
     print(f"decode  {batch:>3} x {LONGER * args.context:<5} of context {longer['ms']:>8.3f} ms/step")
-    print(f"mixed   {batch:>3} rows + a chunk of {step_tokens - batch:<5} {mixed['ms']:>8.3f} ms/step")
+    chunk = step_tokens - mixed["batch"]
+    print(f"mixed   {mixed['batch']:>3} rows + a chunk of {chunk:<5} {mixed['ms']:>8.3f} ms/step")
     executor.close()
     return {
         "model": model.name,
@@ -262,6 +263,11 @@ def bench(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def prefills(text: str) -> list[tuple[int, int]]:
+    pairs = (part.split("x") for part in text.split(","))
+    return [(int(count), int(length)) for count, length in pairs]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", type=Path, default=[DATA / "qwen3-0.6b", DATA / "llama-3.1-8b"])
@@ -269,6 +275,9 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8,64,256,512")
     parser.add_argument("--context", type=int, default=256, help="tokens of a row, on average over the steps")
     parser.add_argument("--steps", type=int, default=100, help="decode steps measured per batch size")
+    parser.add_argument(
+        "--prefill", type=prefills, default="1x2000,64x512,16x2048,4x8000", help="prompts and their length, each timed"
+    )
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--max-num-batched-tokens", type=int)
     parser.add_argument("--kv-cache-tokens", type=int)

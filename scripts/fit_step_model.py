@@ -93,9 +93,7 @@ def with_bench_step(figures: dict[str, Any], result: dict[str, Any], source: str
     runs = [row for row in result["prefill"] if row["count"] > 1]
     single = [row for row in result["prefill"] if row["count"] == 1]
     decode = [{key: row[key] for key in ("batch", "context", "ms")} for row in result["decode"]]
-    # a CPU computes within the launch
-    parts = ("plan_us", "commit_us") if result["device"] == "cpu" else ("host_us",)
-    host = [{"rows": row["batch"], "us": sum(row[part] for part in parts)} for row in result["decode"]]
+    host = [{"rows": row["batch"], "us": row["host_us"]} for row in result["decode"]]
     prefill = [{key: row[key] for key in ("count", "length", "tokens_per_s")} for row in runs]
     return figures | {
         "decode": {"source": source, "ms": decode},
@@ -109,7 +107,7 @@ def with_bench_step(figures: dict[str, Any], result: dict[str, Any], source: str
 def new_file(result: dict[str, Any], source: str) -> dict[str, Any]:
     """All that a file has before the fit, from `bench_step.py` alone. What a decode step's context costs is told by one
     batch at two contexts, and what a row costs that samples by steps that have both rows and a prompt's chunk."""
-    batch = result["longer"]["batch"]
+    batch, mixed_rows = result["longer"]["batch"], result["mixed"]["batch"]
     short = next(row for row in result["decode"] if row["batch"] == batch)
     attention = [
         {"batch": batch, "context_tokens": batch * row["context"], "us": 1e3 * row["ms"]}
@@ -119,7 +117,7 @@ def new_file(result: dict[str, Any], source: str) -> dict[str, Any]:
     figures = {
         "layers": 1,  # times are of all together
         "attention": {"source": source, "us_per_layer": attention},
-        "head": {"source": source, "us": [nothing, {"rows": batch, "us": 0.0}]},
+        "head": {"source": source, "us": [nothing, {"rows": mixed_rows, "us": 0.0}]},
     }
     figures = with_bench_step(figures, result, source)
     mixed = figures["mixed"] | {"point": "fitted"}

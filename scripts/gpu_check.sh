@@ -1,8 +1,15 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can tell, in one command: tests, kernel and step benchmarks, idle gaps, a serving run, and
-# the kernels under compute-sanitizer. On an H200 it takes about 8 minutes, and with QUICK=1 about 3.
+# the kernels under compute-sanitizer. On an H200 it takes about 15 minutes, and with QUICK=1 about 7.
 #
-#     scripts/gpu_check.sh [PART ...]    PARTs: tests kernels step gaps copies serve sanitize (default: all of them)
+#     scripts/gpu_check.sh [PART ...]
+#
+# PARTs, all of them by default:
+#     tests kernels step gaps copies serve
+#     classes      interactive requests and background work at 90 % load, and the simulation of the same
+#     step_time    what streams wait for beside a long prompt, with the gap target and without
+#     recovery     streams across the loss of gpu_runner, and what is left of a server that was killed
+#     sanitize
 #
 # Settings, from the environment:
 #     PYTHON       the interpreter (default: .venv/bin/python where there is one, else python3)
@@ -11,6 +18,8 @@
 #     MODELS       folders with a config.json; weights are random (default: the shapes in scripts/data)
 #     SERVE_MODELS those to serve (default: the 0.6B shape); STREAMS, REQUESTS: streams at once and requests of each run
 #     SERVE_ARGS   more flags for `asyncengine serve`, e.g. "--detokenizer-workers 2"
+#     CLASS_MODEL  of classes, step_time and recovery, which share a server where they follow each other (default: the 8B
+#                  shape); CLASS_SECONDS: how long each run of mixed requests is to take (default: 60, or 30)
 #     KERNELS      scripts of scripts/bench_kernels, by name
 #     TEST_JOBS    tests at a time, where pytest-xdist is installed (default: half the cores, at most 8)
 #     LIMIT        most seconds of a test run, a benchmark or a model's start (default: 300)
@@ -24,7 +33,7 @@ if [ -z "${PYTHON:-}" ]; then
   PYTHON=python3
   [ -x .venv/bin/python ] && PYTHON=.venv/bin/python
 fi
-PARTS="tests kernels step gaps copies serve sanitize"
+PARTS="tests kernels step gaps copies serve classes step_time recovery sanitize"
 OUT=${OUT:-$(mktemp -d)}
 DEVICE=${DEVICE:-cuda}
 LIMIT=${LIMIT:-300}
@@ -40,6 +49,7 @@ if [ "${QUICK:-0}" = 1 ]; then
   STEP_ARGS+=(--batches 1,64,256 --steps 50)
   GAPS_ARGS=(--batches 1,64 --steps 50)
   COPIES_ARGS=(--batches 64 --steps 50)
+  CLASS_SECONDS=${CLASS_SECONDS:-30}
   SANITIZE_ARGS=(memcheck)
 else
   default_models="scripts/data/qwen3-0.6b scripts/data/llama-3.1-8b"
@@ -47,6 +57,7 @@ else
   default_streams="1 256 512" default_requests="4 1000 2000"
   GAPS_ARGS=(--batches 1,64,256)
   COPIES_ARGS=()
+  CLASS_SECONDS=${CLASS_SECONDS:-60}
   SANITIZE_ARGS=(memcheck graphs racecheck)
 fi
 read -ra MODELS <<<"${MODELS:-$default_models}"
@@ -55,14 +66,23 @@ read -ra STREAMS <<<"${STREAMS:-$default_streams}"
 read -ra REQUESTS <<<"${REQUESTS:-$default_requests}"
 read -ra SERVE_ARGS <<<"${SERVE_ARGS:-}"
 read -ra KERNELS <<<"${KERNELS:-$default_kernels}"
+CLASS_MODEL=${CLASS_MODEL:-scripts/data/llama-3.1-8b}
 KERNEL_ARGS=()
+ENGINE_ARGS=(--max-num-seqs 256 --max-num-batched-tokens 2048 --max-model-len 40960)
+CLASS_LENGTHS=conversation
+GAP_ARGS=() RECOVERY_ARGS=()
 if [ "$DEVICE" != cuda ]; then
   KERNEL_ARGS=(--smoke)
-  STEP_ARGS+=(--batches 1,4 --steps 20)
+  STEP_ARGS+=(--batches 1,4 --steps 20 --context 32 --max-num-batched-tokens 64 --kv-cache-tokens 16384)
+  STEP_ARGS+=(--max-model-len 1024 --prefill 1x60,4x64,2x512)
+  ENGINE_ARGS=(--max-num-seqs 8 --max-num-batched-tokens 64 --max-model-len 1024 --kv-cache-tokens 16384)
+  CLASS_LENGTHS=60:20
+  GAP_ARGS=(--streams 3 --stream-prompt 16 --stream-tokens 900 --prompt 600)
+  RECOVERY_ARGS=(--streams 6 --prompt 30 --tokens 60)
   COPIES_ARGS=(--device cpu --batches 1,4 --steps 20 --pages 1,4 --kv-cache-tokens 8192 --host-gib 0.5)
 fi
 FAILED=()
-SERVER=
+SERVER= SERVED=
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
 read -ra parts <<<"${*:-$PARTS}"
@@ -121,10 +141,14 @@ kernels() {
 # a process for each model, so that each finds the whole memory
 step() {
   for model in "${MODELS[@]}"; do
-    local name
-    name=$(basename "$model")
-    check "step-$name" "$PYTHON" scripts/bench_step.py "$model" "${STEP_ARGS[@]}" --json "$OUT/step-$name.json"
+    step_of "$model"
   done
+}
+
+step_of() {
+  local name
+  name=$(basename "$1")
+  check "step-$name" "$PYTHON" scripts/bench_step.py "$1" "${STEP_ARGS[@]}" --json "$OUT/step-$name.json"
 }
 
 gaps() {
@@ -149,14 +173,9 @@ copies() {
 
 serve() {
   for model in "${SERVE_MODELS[@]}"; do
-    local name begin
+    local name
     name=$(basename "$model")
-    begin=$SECONDS
-    if ! start_server "$model" "$OUT/$name" "$OUT/server-$name.log"; then
-      ended "server-$name" "FAILED to become ready" "$begin"
-      continue
-    fi
-    ended "server-$name" ready "$begin"
+    served "$name" "$model" || continue
     for run in "${!STREAMS[@]}"; do
       local label="serve-$name-${STREAMS[$run]}"
       check "$label" "$PYTHON" scripts/bench_serving.py --url "$URL" --quiet --vocab "256:$VOCAB" \
@@ -164,19 +183,93 @@ serve() {
       # of the run's last steps, from the rings of accounts
       check "host-${label#serve-}" "$PYTHON" scripts/profile_host.py --seconds 0 --out "$OUT/host-${label#serve-}"
     done
-    begin=$SECONDS
-    kill "$SERVER"
-    if wait "$SERVER"; then
-      ended "stop-$name" passed "$begin"
-    else
-      ended "stop-$name" "FAILED with $?" "$begin"
-    fi
-    SERVER=
+    stop_server
   done
 }
 
-# start_server MODEL FOLDER LOG: serves the model's shape from FOLDER, where a tokenizer is made for it; sets SERVER, URL
-# and VOCAB
+classes() {
+  local name file rate requests runs=()
+  name=$(basename "$CLASS_MODEL")
+  file=$OUT/model-$name.json
+  [ -e "$OUT/step-$name.json" ] || { stop_server && step_of "$CLASS_MODEL"; }
+  rm -f "$file"
+  [ "$DEVICE" = cuda ] && cp "scripts/step_models/h200-$name.json" "$file" 2>/dev/null
+  check "fit-$name" "$PYTHON" scripts/fit_step_model.py "$file" --bench-step "$OUT/step-$name.json"
+  read -r rate requests < <(timeout "$LIMIT" "$PYTHON" scripts/rate_at_load.py "$file" --load 0.9 \
+    --seconds "$CLASS_SECONDS" --lengths "$CLASS_LENGTHS" "${ENGINE_ARGS[@]}")
+  if [ -z "${requests:-}" ]; then
+    ended "classes-$name" "FAILED: no rate" $SECONDS
+    return
+  fi
+  engine_server || return
+  # half of the requests are background work; all are, which is plain first come, first served; and both at once
+  class_run mixed 0.5 "$rate" "$requests"
+  class_run plain 1 "$rate" "$requests"
+  if [ "${QUICK:-0}" != 1 ]; then
+    class_run mixed-rush 0.5 100000 "$requests"
+    class_run plain-rush 1 100000 "$requests"
+  fi
+  check "compare-$name" "$PYTHON" scripts/compare_with_simulation.py "${runs[@]}" --model "$file" "${ENGINE_ARGS[@]}" \
+    --json "$OUT/compare-$name.json" --png "$OUT/compare-$name.png"
+}
+
+# class_run LABEL SHARE RATE REQUESTS: of classes, whose `name` and `runs` it uses
+class_run() {
+  local out=$OUT/$name-$1.json
+  check "classes-$name-$1" "$PYTHON" scripts/watch_step_time.py --url "$URL" --json "$OUT/step_time-$name-$1.json" -- \
+    "$PYTHON" scripts/bench_serving.py --url "$URL" --quiet --vocab "256:$VOCAB" --lengths "$CLASS_LENGTHS" \
+    --background "$2" --rate "$3" --requests "$4" --json "$out"
+  [ -e "$out" ] && runs+=("$out")
+}
+
+step_time() {
+  engine_server || return
+  check "beside-$(basename "$CLASS_MODEL")" "$PYTHON" scripts/bench_gap.py --url "$URL" --vocab "256:$VOCAB" \
+    "${GAP_ARGS[@]}" --json "$OUT/beside-$(basename "$CLASS_MODEL").json"
+}
+
+recovery() {
+  engine_server || return
+  check "recovery-$(basename "$CLASS_MODEL")" "$PYTHON" scripts/check_recovery.py --url "$URL" --pid "$SERVER" \
+    --vocab "256:$VOCAB" "${RECOVERY_ARGS[@]}" --json "$OUT/recovery-$(basename "$CLASS_MODEL").json"
+  kill -9 "$SERVER" 2>/dev/null # it is dead already unless the check failed
+  wait "$SERVER" 2>/dev/null
+  SERVER= SERVED=
+}
+
+# the server of classes, step_time and recovery, unless it runs
+engine_server() {
+  [ "$SERVED" = engine ] && kill -0 "$SERVER" 2>/dev/null && return
+  stop_server
+  served "engine-$(basename "$CLASS_MODEL")" "$CLASS_MODEL" "${ENGINE_ARGS[@]}" && SERVED=engine
+}
+
+# served LABEL MODEL FLAG...: start_server, and a line of the table
+served() {
+  local label=$1 begin=$SECONDS
+  if start_server "$2" "$OUT/$label" "$OUT/server-$label.log" "${@:3}"; then
+    ended "server-$label" ready "$begin"
+  else
+    ended "server-$label" "FAILED to become ready" "$begin"
+    return 1
+  fi
+}
+
+# lets the server end, if there is one
+stop_server() {
+  [ -n "$SERVER" ] || return 0
+  local begin=$SECONDS
+  kill "$SERVER"
+  if wait "$SERVER"; then
+    ended stop-server passed "$begin"
+  else
+    ended stop-server "FAILED with $?" "$begin"
+  fi
+  SERVER= SERVED=
+}
+
+# start_server MODEL FOLDER LOG FLAG...: serves the model's shape from FOLDER, where a tokenizer is made for it; sets
+# SERVER, URL and VOCAB
 start_server() {
   local model=$1 folder=$2 log=$3 begin=$SECONDS
   mkdir -p "$folder"
@@ -185,7 +278,7 @@ start_server() {
   "$PYTHON" scripts/make_toy_tokenizer.py "$folder" "$VOCAB" || return 1
   # port 0: the system picks a free one, and the line that says so comes when everything is ready
   "$PYTHON" -m asyncengine.cli serve "$folder" --load-format dummy --device "$DEVICE" --port 0 --max-num-seqs 512 \
-    --max-model-len 8192 "${SERVE_ARGS[@]}" >"$log" 2>&1 &
+    --max-model-len 8192 "${@:4}" "${SERVE_ARGS[@]}" >"$log" 2>&1 &
   SERVER=$!
   while URL=$(sed -n 's/^Ready: .* at \(http.*\)$/\1/p' "$log") && ! healthy "$URL"; do
     if ! kill -0 "$SERVER" 2>/dev/null || [ $((SECONDS - begin)) -gt "$LIMIT" ]; then
@@ -211,8 +304,10 @@ sanitize() {
 }
 
 for part in "${parts[@]}"; do
+  case $part in classes | step_time | recovery) ;; *) stop_server ;; esac
   "$part"
 done
+stop_server
 
 echo
 "$PYTHON" scripts/gpu_summary.py "$OUT" || FAILED+=(summary)

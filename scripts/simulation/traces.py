@@ -89,6 +89,18 @@ def load_trace(source: str, *, limit: int | None = None, length_scale: float = 1
     return requests
 
 
+def from_jobs(jobs: Sequence[Job]) -> list[TraceRequest]:
+    """What `asyncengine bench` sends: prompts that share nothing."""
+    requests: list[TraceRequest] = []
+    next_id = 0
+    for job in jobs:
+        terms = Terms(service_class=job.service_class) if job.service_class else DEFAULT_TERMS
+        at_ns = round(1e9 * job.at_s)
+        requests.append(TraceRequest(job.index, at_ns, job.prompt_tokens, job.output_tokens, next_id, terms=terms))
+        next_id = (next_id + job.prompt_tokens) % (OUTPUT_IDS // 2)
+    return requests
+
+
 def scaled(requests: Sequence[TraceRequest], scale: float) -> list[TraceRequest]:
     """All times times `scale`; 0: all at once."""
     return [replace(request, at_ns=round(scale * request.at_ns)) for request in requests]

@@ -171,13 +171,60 @@ def test_a_run_of_bench_step_takes_the_place_of_the_figures_of_its_model(tmp_pat
         {"count": count, "length": length, "tokens_per_s": 40e3 + length, "first_ms": 50.0}
         for count, length in ((1, 2000), (64, 512), (16, 2048))
     ]
-    result = {"model": name, "step_tokens": 2048, "decode": decode, "prefill": prefill}
+    mixed = {"batch": 64, "context_tokens": 8192.0, "pairs": 2e6, "steps": 5, "ms": 50.0}
+    result = {"model": name, "step_tokens": 2048, "decode": decode, "prefill": prefill, "mixed": mixed}
     figures = fit_step_model.with_bench_step(json.loads(path.read_text())["figures"], result, "a test")
     coefficients = fit_step_model.fit(figures)
     assert coefficients.base_tokens == (1, 64, 512, 2048)
     assert (coefficients.host_rows, coefficients.host_us) == ((1, 64, 512), (51.0, 114.0, 562.0))
     measured = {row["what"]: row["error_percent"] for row in fit_step_model.errors(figures, coefficients)}
-    assert measured["decode, batch 64, context 128"] is not None
+    assert {"decode, batch 64, context 128", "64 rows beside a chunk"} <= measured.keys()
+
+
+def test_a_file_is_made_of_a_run_of_bench_step_alone() -> None:
+    truth = StepModel(
+        Coefficients(
+            base_tokens=(1, 64, 256),
+            base_us=(1000.0, 1630.0, 9000.0),
+            sampled_row_us=5.0,
+            decode_context_us=0.25,
+            prefill_pair_us=0.004,
+            host_rows=(1, 64),
+            host_us=(50.0, 60.0),
+        )
+    )
+
+    def decode(batch: int, context: int) -> dict[str, float]:
+        ns = truth.time_ns(tokens=batch, sampled=batch, context=batch * context, pairs=0)
+        return {"batch": batch, "context": context, "ms": ns / 1e6, "host_us": 50 + (batch - 1) / 6.3}
+
+    def prefill(count: int, length: int) -> dict[str, float]:
+        steps, pairs = count * length // 256, count * length * (length + 1) // 2
+        us = 9000.0 * steps + 5.0 * count + 0.004 * pairs
+        return {"count": count, "length": length, "tokens_per_s": 1e6 * count * length / us, "first_ms": us / 1e3}
+
+    ns = truth.time_ns(tokens=256, sampled=63, context=2000, pairs=100_000)
+    result = {
+        "model": "made-up",
+        "device": "cpu",
+        "max_model_len": 2048,
+        "kv_cache_tokens": 4096,
+        "kv_bytes_per_token": 512,
+        "step_tokens": 256,
+        "decode": [decode(1, 16), decode(64, 16)],
+        "longer": decode(64, 64),
+        "prefill": [prefill(1, 256), prefill(4, 512), prefill(16, 256)],
+        "mixed": {"batch": 63, "context_tokens": 2000.0, "pairs": 100_000.0, "steps": 5, "ms": ns / 1e6},
+    }
+    content = fit_step_model.new_file(result, "a test")
+    found = fit_step_model.fit(content["figures"])
+    assert found.sampled_row_us == pytest.approx(5.0, rel=1e-2)
+    assert found.base_us == pytest.approx((1000.0, 1630.0, 9000.0), rel=1e-3)
+    assert found.decode_context_us == pytest.approx(0.25)
+    assert found.prefill_pair_us == pytest.approx(0.004, rel=1e-2)
+    assert max(abs(row["error_percent"]) for row in fit_step_model.errors(content["figures"], found)) < 5
+    content["coefficients"] = msgspec.to_builtins(found)
+    assert msgspec.convert(content, StepModelFile).kv_cache.tokens == 4096
 
 
 # ---------------------------------------------------------------------------------------------------------- command
