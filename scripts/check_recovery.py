@@ -8,7 +8,7 @@ one; it is gone at the end, for these are killed (SIGKILL):
     gpu_runner   while the streams run. Each must go on and end with the text that it has in peace.
     server       while the streams run. All its processes must be gone, and the GPU's memory free, within 5 seconds.
 
-    back s       from the kill to the first new output of the first stream, and of the last; of the server to the end
+    back s       from the kill to the end of the silence of the first stream, and of the last; of the server to the end
                  of its last process, and until the memory is free
     GPU MiB      in use, of the whole GPU, before and after
 
@@ -35,6 +35,8 @@ from asyncengine.client import AsyncClient
 from asyncengine.errors import EngineError
 from asyncengine.sampling import SamplingParams
 
+GPU_RUNNERS = (b"gpu_runner",)
+"""Modules that are run as one."""
 GONE_SECONDS = 5.0
 FREE_SHARE = 0.05
 """Of the memory that was in use; less is as good as none."""
@@ -45,13 +47,13 @@ WAIT_SECONDS = 30.0
 
 
 class Streams:
-    """texts: what came of each. deltas: of all. back: by stream, seconds from the kill to its first output after it."""
+    """texts: what came of each. deltas: of all. after: by stream, when output came after the kill, in seconds."""
 
     def __init__(self, client: AsyncClient, prompts: list[list[int]], tokens: int) -> None:
         self.texts = [""] * len(prompts)
         self.deltas = 0
         self.killed_at: float | None = None
-        self.back: dict[int, float] = {}
+        self.after: list[list[float]] = [[] for _ in prompts]
         self._client = client
         self._prompts = prompts
         self._params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
@@ -64,12 +66,21 @@ class Streams:
         try:
             async for delta in self._client.generate(self._prompts[place], self._params):
                 if self.killed_at is not None:
-                    self.back.setdefault(place, time.monotonic() - self.killed_at)
+                    self.after[place].append(time.monotonic() - self.killed_at)
                 self.texts[place] += delta.text
                 self.deltas += 1
         except EngineError as error:
             return f"{type(error).__name__}: {error}"
         return ""
+
+    def back(self) -> list[float]:
+        """When each stream went on, ascending: at the end of its longest silence, since what had left gpu_runner before
+        the kill still comes after it."""
+        ends = []
+        for times in self.after:
+            if times:
+                ends.append(max(zip([0.0, *times], times, strict=False), key=lambda gap: gap[1] - gap[0])[1])
+        return sorted(ends)
 
     async def kill_amid(self, pid: int) -> asyncio.Task[list[str]]:
         """Start all and kill the process once each has had some output on average; `run` goes on."""
@@ -109,7 +120,7 @@ def gpu_runner(server: int) -> int | None:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"-m" in words and words[words.index(b"-m") + 1] == b"gpu_runner":
+        if b"-m" in words and words[words.index(b"-m") + 1] in GPU_RUNNERS:
             return pid
     return None
 
@@ -154,7 +165,7 @@ async def kill_gpu_runner(args: argparse.Namespace, streams: Streams, peace: Str
     failures = [failure for failure in await running if failure]
     after = gpu_mib()
     equal = sum(a == b for a, b in zip(streams.texts, peace.texts, strict=True))
-    back = sorted(streams.back.values())
+    back = streams.back()
     memory_is_back = before is None or (after is not None and abs(after - before) <= max(512, FREE_SHARE * before))
     return {
         "killed": "gpu_runner",

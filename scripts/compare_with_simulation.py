@@ -55,10 +55,10 @@ def cells(figures: dict[str, Any], place: int) -> Cells:
     for keys in SPREADS.values():
         spread = figures.get(keys[place]) or {}
         result += [spread.get(mark) for mark in ("p50", "p99")]
-    if "within" in figures:
-        result.append(100 * figures["within"]["met"] / figures["requests"])
+    if place:
+        result.append(100 * figures["good_share"])
     else:
-        result.append(100 * figures["good_share"] if "good_share" in figures else None)
+        result.append(100 * figures["within"]["met"] / figures["requests"] if "within" in figures else None)
     return [*result, figures.get("output_tokens_per_s")]
 
 

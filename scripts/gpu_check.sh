@@ -216,7 +216,7 @@ classes() {
 # class_run LABEL SHARE RATE REQUESTS: of classes, whose `name` and `runs` it uses
 class_run() {
   local out=$OUT/$name-$1.json
-  check "classes-$name-$1" "$PYTHON" scripts/watch_step_time.py --url "$URL" --json "$OUT/step_time-$name-$1.json" -- \
+  check "classes-$name-$1" "$PYTHON" scripts/watch_step_time.py --url "$URL" --json "$OUT/steptime-$name-$1.json" -- \
     "$PYTHON" scripts/bench_serving.py --url "$URL" --quiet --vocab "256:$VOCAB" --lengths "$CLASS_LENGTHS" \
     --background "$2" --rate "$3" --requests "$4" --json "$out"
   [ -e "$out" ] && runs+=("$out")

@@ -99,13 +99,88 @@ def serving(folder: Path) -> str:
     return table(("HTTP", "streams", "ok", "out tok/s", "TTFT p50 ms", "TPOT p50 ms"), rows)
 
 
+def classes(folder: Path) -> str:
+    """Real runs, and the errors in % of their simulations; of shares within target the difference in points."""
+    rows, columns = [], ()
+    for model, found in read(folder, "compare"):
+        for run in found["runs"]:
+            name = run["run"].removeprefix(f"{model}-")
+            for row in run["rows"]:
+                columns = row["columns"]
+                cells = zip(row["real"], row["error"], strict=True)
+                rows.append((name, f"{row['class']} {row['requests']}", *(with_error(*cell) for cell in cells)))
+    return table(("real (error of simulated)", "class", *columns), rows)
+
+
+def with_error(value: float | None, error: float | None) -> str:
+    if value is None:
+        return "-"
+    return (f"{value:,.0f}" if value >= 100 else f"{value:.1f}") + ("" if error is None else f" ({error:+.0f})")
+
+
+def step_times(folder: Path) -> str:
+    rows = [
+        (name, *(f"{100 * run[mark]:.1f} %" for mark in ("mean", "max", "last")))
+        for name, run in read(folder, "steptime")
+    ]
+    return table(("predicted step times off", "mean", "max", "last"), rows)
+
+
+def beside(folder: Path) -> str:
+    rows = []
+    for model, runs in read(folder, "beside"):
+        for run in runs:
+            device = run.get("device_ms", {})
+            rows.append(
+                (
+                    *(model, f"{run['class']} {run['run']}", f"{run['streams']} beside {run['prompt']}"),
+                    *(f"{run['gap_ms'][mark]:.1f}" for mark in ("p50", "p99", "max")),
+                    *(f"{run['ttft_ms']:.0f}", f"{run.get('steps', '-')}", f"{run.get('chunk', '-')}"),
+                    *(f"{device[mark]:.1f}" if device else "-" for mark in ("p50", "max")),
+                    f"{100 * run['error']:.1f} %",
+                )
+            )
+    head = (
+        "gaps",
+        "class, run",
+        "streams",
+        "p50 ms",
+        "p99",
+        "max",
+        "TTFT ms",
+        "steps",
+        "chunk",
+        "device ms",
+        "max",
+        "off",
+    )
+    return table(head, rows)
+
+
+def recovery(folder: Path) -> str:
+    rows = [
+        (
+            *(model, row["killed"], "-" if row["equal"] is None else f"{row['equal']} of {row['streams']}"),
+            ", ".join("never" if seconds is None else f"{seconds:.2f}" for seconds in row["back_s"] or [None]),
+            " to ".join("-" if mib is None else str(mib) for mib in row["gpu_mib"]),
+            "ok" if row["ok"] else "FAILED",
+        )
+        for model, rows in read(folder, "recovery")
+        for row in rows
+    ]
+    return table(("recovery", "killed", "text equal", "back s", "GPU MiB", ""), rows)
+
+
 def streams(name: str) -> int:
     return int(name.rpartition("-")[2])
 
 
 def summary(folder: Path) -> str:
-    tables = (make(folder) for make in (parts, decode, prefill, busy, copies, serving))
+    tables = (make(folder) for make in TABLES)
     return "\n".join(text for text in tables if text)
+
+
+TABLES = (parts, decode, prefill, busy, copies, serving, classes, step_times, beside, recovery)
 
 
 def main() -> int:

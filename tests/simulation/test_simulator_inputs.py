@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import simulate
-from simulation.step_model import Coefficients, StepModel, along, read_step_model
+from simulation.step_model import Coefficients, StepModel, StepModelFile, along, read_step_model
 from simulation.traces import OUTPUT_IDS, TraceRequest, endless_cache_hits, load_trace, scaled, with_urgent
 
 SAMPLE = Path(__file__).parents[1] / "chaos" / "data" / "azure_conversation.csv"
@@ -222,7 +222,8 @@ def test_a_file_is_made_of_a_run_of_bench_step_alone() -> None:
     assert found.base_us == pytest.approx((1000.0, 1630.0, 9000.0), rel=1e-3)
     assert found.decode_context_us == pytest.approx(0.25)
     assert found.prefill_pair_us == pytest.approx(0.004, rel=1e-2)
-    assert max(abs(row["error_percent"]) for row in fit_step_model.errors(content["figures"], found)) < 5
+    rows = fit_step_model.errors(content["figures"], found)
+    assert max(abs(row["error_percent"]) for row in rows if row["point"] != "left out") < 5
     content["coefficients"] = msgspec.to_builtins(found)
     assert msgspec.convert(content, StepModelFile).kv_cache.tokens == 4096
 
