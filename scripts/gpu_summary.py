@@ -135,7 +135,11 @@ def beside(folder: Path) -> str:
                 (
                     *(model, f"{run['class']} {run['run']}", f"{run['streams']} beside {run['prompt']}"),
                     *(f"{run['gap_ms'][mark]:.1f}" for mark in ("p50", "p99", "max")),
-                    *(f"{run['ttft_ms']:.0f}", f"{run.get('steps', '-')}", f"{run.get('chunk', '-')}"),
+                    *(
+                        f"{run['ttft_ms']:.0f}",
+                        f"{run.get('steps', '-')}",
+                        f"{run['chunk']:.0f}" if "chunk" in run else "-",
+                    ),
                     *(f"{device[mark]:.1f}" if device else "-" for mark in ("p50", "max")),
                     f"{100 * run['error']:.1f} %",
                 )

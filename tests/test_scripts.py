@@ -205,6 +205,23 @@ def test_the_checks_summary_has_its_parts_and_headline_numbers(tmp_path: Path) -
     run = {"ok": 4, "requests": 4, "output_tokens_per_s": 1650.0, "ttft_ms": {"p50": 5.25}, "tpot_ms": {"p50": 0.6}}
     for streams in (256, 1):
         (tmp_path / f"serve-m-0.6b-{streams}.json").write_text(json.dumps(run))
+    mixed = {"class": "interactive", "requests": 9, "columns": ["TTFT p50", "within %"]}
+    mixed |= {"real": [40.25, 5000.0], "simulated": [20.0, 99.0], "error": [-50.3, None]}
+    (tmp_path / "compare-m.json").write_text(json.dumps({"runs": [{"run": "m-mixed", "rows": [mixed]}]}))
+    (tmp_path / "steptime-m-mixed.json").write_text(json.dumps({"mean": 0.05, "max": 0.25, "last": 0.04}))
+    beside_prompt = {"class": "background", "run": 1, "streams": 32, "prompt": 32768, "ttft_ms": 900.5, "error": 0.02}
+    beside_prompt |= {"gap_ms": {"p50": 50.0, "p99": 51.25, "max": 60.0}}
+    cut = {"steps": 17, "chunk": 2016.0, "device_ms": {"p50": 49.0, "max": 50.0}}
+    (tmp_path / "beside-m.json").write_text(json.dumps([beside_prompt, beside_prompt | cut]))
+    killed = {
+        "killed": "server",
+        "streams": 64,
+        "equal": None,
+        "back_s": [0.25, None],
+        "gpu_mib": [120000, 3],
+        "ok": False,
+    }
+    (tmp_path / "recovery-m.json").write_text(json.dumps([killed]))
     lines = gpu_summary.summary(tmp_path).splitlines()
     rows = [line for line in lines if line and " --- " not in line]
     assert rows == [
@@ -222,6 +239,15 @@ def test_the_checks_summary_has_its_parts_and_headline_numbers(tmp_path: Path) -
         "| HTTP | streams | ok | out tok/s | TTFT p50 ms | TPOT p50 ms |",
         "| m-0.6b | 1 | 4 of 4 | 1,650 | 5.25 | 0.60 |",
         "| m-0.6b | 256 | 4 of 4 | 1,650 | 5.25 | 0.60 |",
+        "| real (error of simulated) | class | TTFT p50 | within % |",
+        "| mixed | interactive 9 | 40.2 (-50) | 5,000 |",
+        "| predicted step times off | mean | max | last |",
+        "| m-mixed | 5.0 % | 25.0 % | 4.0 % |",
+        "| gaps | class, run | streams | p50 ms | p99 | max | TTFT ms | steps | chunk | device ms | max | off |",
+        "| m | background 1 | 32 beside 32768 | 50.0 | 51.2 | 60.0 | 900 | - | - | - | - | 2.0 % |",
+        "| m | background 1 | 32 beside 32768 | 50.0 | 51.2 | 60.0 | 900 | 17 | 2016 | 49.0 | 50.0 | 2.0 % |",
+        "| recovery | killed | text equal | back s | GPU MiB |  |",
+        "| m | server | - | 0.25, never | 120000 to 3 | FAILED |",
     ]
 
 
