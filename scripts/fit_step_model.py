@@ -114,7 +114,7 @@ def new_file(result: dict[str, Any], source: str) -> dict[str, Any]:
         for row in (short, result["longer"])
     ]
     nothing = {"rows": 0, "us": 0.0}
-    figures = {
+    figures: dict[str, Any] = {
         "layers": 1,  # times are of all together
         "attention": {"source": source, "us_per_layer": attention},
         "head": {"source": source, "us": [nothing, {"rows": mixed_rows, "us": 0.0}]},

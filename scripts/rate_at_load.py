@@ -18,7 +18,7 @@ from simulation.traces import from_jobs
 
 from asyncengine.bench.workload import make_jobs
 
-SAMPLE = 3000
+SAMPLE = 2000
 """Requests of which the engine's capacity is computed."""
 
 

@@ -109,7 +109,7 @@ def read_trace(path: Path, *, limit: int | None = None, speed: float = 1.0) -> l
     else:
         rows = [_csv_row(row) for row in csv.reader(lines) if row and row[0][:1].isdigit()]
     rows = sorted(rows)[:limit]
-    return [Job(index, (at - rows[0][0]) / speed, *lengths) for index, (at, *lengths) in enumerate(rows)]
+    return [Job(index, (at - rows[0][0]) / speed, prompt, output) for index, (at, prompt, output) in enumerate(rows)]
 
 
 def _json_row(row: Any) -> tuple[float, int, int]:
