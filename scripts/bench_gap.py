@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from watch_step_time import step_time_error
 
+from asyncengine.bench.command import vocabulary
 from asyncengine.client import AsyncClient
 from asyncengine.config import ServiceClass
 from asyncengine.errors import EngineError
@@ -91,9 +92,10 @@ class Streams:
 
 async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     rng = np.random.default_rng(args.seed)
+    low, high = args.vocab
 
     def prompt(tokens: int) -> list[int]:
-        ids: list[int] = rng.integers(*args.vocab, tokens).tolist()
+        ids: list[int] = rng.integers(low, high, tokens).tolist()
         return ids
 
     rows = []
@@ -167,11 +169,6 @@ def line(row: dict[str, Any]) -> str:
     cells += [f"{device[mark]:.1f}" if device else "-" for mark in ("p50", "max")]
     cells.append(f"{100 * row['error']:.1f} %")
     return f"{row['class']:<12}" + "".join(f"{cell:>11}" for cell in cells)
-
-
-def vocabulary(text: str) -> tuple[int, int]:
-    low, high = text.split(":")
-    return int(low), int(high)
 
 
 def main() -> None:

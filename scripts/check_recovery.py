@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncengine.bench.command import vocabulary
 from asyncengine.client import AsyncClient
 from asyncengine.errors import EngineError
 from asyncengine.sampling import SamplingParams
@@ -145,7 +146,8 @@ async def seconds_until(condition: Any, since: float) -> float | None:
 
 async def check(args: argparse.Namespace) -> list[dict[str, Any]]:
     rng = np.random.default_rng(0)
-    prompts: list[list[int]] = [rng.integers(*args.vocab, args.prompt).tolist() for _ in range(args.streams)]
+    low, high = args.vocab
+    prompts: list[list[int]] = [rng.integers(low, high, args.prompt).tolist() for _ in range(args.streams)]
     async with AsyncClient(args.url) as client:
         peace = Streams(client, prompts, args.tokens)
         if failures := [failure for failure in await peace.run() if failure]:
@@ -206,11 +208,6 @@ def line(row: dict[str, Any]) -> str:
     memory = " -> ".join("-" if each is None else str(each) for each in row["gpu_mib"])
     failed = "".join(f"; {failure}" for failure in row["failures"])
     return f"{row['killed']:<12}{equal:>12}{back:>16}{memory:>18}   {'ok' if row['ok'] else 'FAILED'}{failed}"
-
-
-def vocabulary(text: str) -> tuple[int, int]:
-    low, high = text.split(":")
-    return int(low), int(high)
 
 
 def main() -> int:
