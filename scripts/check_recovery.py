@@ -42,7 +42,7 @@ GONE_SECONDS = 5.0
 FREE_SHARE = 0.05
 """Of the memory that was in use; less is as good as none."""
 POLL_SECONDS = 0.05
-DELTAS_BEFORE = 8
+DELTAS_BEFORE = 3
 WAIT_SECONDS = 30.0
 """For what should take no more than `GONE_SECONDS`."""
 

@@ -78,7 +78,7 @@ if [ "$DEVICE" != cuda ]; then
   ENGINE_ARGS=(--max-num-seqs 8 --max-num-batched-tokens 64 --max-model-len 1024 --kv-cache-tokens 16384)
   CLASS_LENGTHS=60:20
   GAP_ARGS=(--streams 3 --stream-prompt 16 --stream-tokens 900 --prompt 600)
-  RECOVERY_ARGS=(--streams 6 --prompt 30 --tokens 60)
+  RECOVERY_ARGS=(--streams 6 --prompt 30 --tokens 400)
   COPIES_ARGS=(--device cpu --batches 1,4 --steps 20 --pages 1,4 --kv-cache-tokens 8192 --host-gib 0.5)
 fi
 FAILED=()
