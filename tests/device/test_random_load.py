@@ -76,7 +76,7 @@ def test_every_request_ends_with_its_own_tokens_and_no_page_is_lost(
         assert gauges["preemptions"] > 2
         assert gauges["aborted"] > 0
         assert gauges["prefix_hit_tokens"] > 0
-        assert (gauges["kv_loads"] > 10) == (gauges["kv_stores"] > 100) == (host_gib > 0)
+        assert (gauges["kv_loads"] > 4) == (gauges["kv_stores"] > 100) == (host_gib > 0)
         completed = load.completed()
         assert len(completed) > 8
 
