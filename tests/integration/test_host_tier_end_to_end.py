@@ -113,7 +113,7 @@ async def server() -> AsyncIterator[Server]:
 
 async def test_retracted_rows_whose_pages_come_back_from_host_memory_answer_as_they_do_alone(server: Server) -> None:
     async def answer(number: int, salt: str) -> Answer:
-        sampled = {"temperature": 1, "seed": 7} if number % 2 else {}
+        sampled: dict[str, Any] = {"temperature": 1, "seed": 7} if number % 2 else {}
         return await server.ask(random_ids(20, number), 52, logprobs=0, cache_salt=salt, **sampled)
 
     assert (await server.metrics())["asyncengine:host_kv_cache_pages"] == 72
@@ -143,7 +143,7 @@ async def test_a_prefix_that_others_pushed_off_the_device_comes_back_from_host_m
 
 
 async def test_the_next_turn_of_a_session_finds_it_after_a_flood_and_each_tenant_has_its_own(server: Server) -> None:
-    turn = {"session": "agent", "session_ttl_seconds": 600}
+    turn: dict[str, Any] = {"session": "agent", "session_ttl_seconds": 600}
     first = await server.ask(random_ids(153, 20), 8, **turn)
     assert "session_tokens" not in first.details
     await server.at_least(PINNED, 10)
@@ -170,7 +170,7 @@ async def test_the_next_turn_of_a_session_finds_it_after_a_flood_and_each_tenant
 
 
 async def test_when_the_gpu_process_was_killed_no_session_is_known_and_answers_are_the_same(server: Server) -> None:
-    turn = {"session": "survivor", "session_ttl_seconds": 600}
+    turn: dict[str, Any] = {"session": "survivor", "session_ttl_seconds": 600}
     first = await server.ask(random_ids(100, 30), 8, logprobs=0, **turn)
     os.kill(server.engine._supervisor.pids()["gpu_runner"], signal.SIGKILL)
     again = await server.ask(random_ids(100, 30), 8, logprobs=0, **turn)
