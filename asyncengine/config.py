@@ -59,7 +59,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         tokens. interactive_ttft_ms, background_ttft_ms: what its first token should not take longer than; both are what
         is counted as within target.
     kv_host_memory_gib: pinned host memory for the KV of prefixes that have no room on the device; 0 = none.
-    session_pin_share: of the KV cache, what the sessions of one tenant may keep from being evicted.
+    session_pin_share: of the KV cache, and of its pages in host memory, what the sessions of one tenant may keep from
+        being evicted.
     queue_timeout_seconds: a request of which nothing has come for so long since it arrived ends with an error;
         request_timeout_seconds: and so does one that is not complete. The HTTP server keeps these two.
     max_crashes, crash_window_seconds: a sidecar that is lost is replaced and its work taken up again; so many losses

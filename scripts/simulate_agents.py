@@ -1,14 +1,14 @@
 """What sessions are worth to agents, and what they cost everybody else: simulated, as `scripts/simulate.py` does it.
 
-    python scripts/simulate_agents.py [--model FILE] [--kv-cache-tokens N] [--shares 0,0.25] [--agents 20]
-        [--pause 60] [--others 10] [--seed 0]
+    python scripts/simulate_agents.py [--model FILE] [--kv-cache-tokens N] [--kv-host-tokens N]
+        [--shares 0,0.25] [--agents 20] [--pause 60] [--others 10] [--seed 0]
 
 Agents ask, run a tool, and ask again with a longer prompt (`simulation/agents.py`), while requests that share nothing
 with anybody push what is cached out. A line for each `session_pin_share`; with 0 nothing is pinned, and an agent's
 prefix is kept for as long as those used less recently suffice.
 
     hit %     of the prompt tokens of agents' second and later turns, those that were cached; endless: all that could be
-    pages     most that were pinned at a time
+    pages     most that were pinned on the device at a time
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 from simulation.agents import AgentTrace, later_turns
+from simulation.options import page_copy_ns
 from simulation.records import Records
 from simulation.replica import Replica, ReplicaConfig
 from simulation.step_model import StepModel, read_step_model
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--kv-cache-tokens", type=int, help="(default: what the GPU has room for)")
+    parser.add_argument("--kv-host-tokens", type=int, default=0, help="of a tier in host memory (default: no tier)")
     parser.add_argument("--shares", default="0,0.25")
     parser.add_argument("--agents", type=int, default=20, help="who begin within five minutes")
     parser.add_argument("--pause", type=float, default=60.0, help="mean seconds between an agent's turns")
@@ -61,12 +63,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     prompts = sum(requests[index].prompt_tokens for index in later)
     print(
         f"{len(requests)} requests, {len(later)} of them agents' later turns; {file.model} on {file.gpu}, KV cache of "
-        f"{kv_cache_tokens} tokens; endless cache: {100 * known / prompts:.1f} %; times in ms"
+        f"{kv_cache_tokens} tokens, {args.kv_host_tokens} more in host memory; endless cache: "
+        f"{100 * known / prompts:.1f} %; times in ms"
     )
     names = ("hit %", "TTFT p50", "p99", "others' p50", "p99", "pages", "busy %")
     print(f"{'share':<8}" + "".join(f"{name:>13}" for name in names))
     for share in map(float, args.shares.split(",")):
-        config = ReplicaConfig(kv_cache_tokens, file.max_model_len, session_pin_share=share)
+        config = ReplicaConfig(
+            kv_cache_tokens,
+            file.max_model_len,
+            session_pin_share=share,
+            kv_host_tokens=args.kv_host_tokens,
+            page_copy_ns=page_copy_ns(file),
+        )
         records, replica, most = simulate(requests, config, StepModel(file.coefficients))
         ttft = (records.first - records.arrival) / 1e6
         cells = (

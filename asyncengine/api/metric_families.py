@@ -32,6 +32,7 @@ _ALWAYS_GAUGES = (
     ("asyncengine:host_kv_cache_pages", "host_pages_total", "Pages of the KV cache's part in host memory."),
     ("asyncengine:host_kv_cache_used_pages", "host_pages_used", "Pages of that part that hold something."),
     ("asyncengine:session_pinned_pages", "pinned_pages", "Pages that are kept for sessions."),
+    ("asyncengine:host_session_pinned_pages", "host_pages_pinned", "Pages in host memory that are kept for sessions."),
 )
 _ALWAYS_COUNTERS = (
     ("asyncengine:host_kv_cache_hit_tokens_total", "host_hit_tokens", "Tokens found in host memory."),

@@ -7,7 +7,11 @@ tenant's quota. A pinned prefix is not evicted. A pin ends when the session does
     - for a newer session of the same tenant, beyond the quota: those that end soonest lose theirs first;
     - for a request that finds no pages although nothing else runs (`give_way`), so that pins never stop the engine.
 
-What loses its pin stays in the tree as any cached prefix does, and its session's tokens stay known.
+Where there is a host tier, a session has a second pin, on its copy there, within a quota of that tier's pages. Copies
+are made in the background, so that pin grows with them (`copied`). A prefix that is pinned in host memory as far as it
+is on the device comes back by a load, so on the device it gives way to any request that finds no pages.
+
+What loses its pins stays in the trees as any cached prefix does, and its session's tokens stay known.
 
 Nothing here is done per step: sessions that are over are looked for when pages are short, when their own next request
 comes, and when somebody asks how many there are.
@@ -16,19 +20,14 @@ comes, and when somebody asks how many there are.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 
-import numpy as np
-
-from asyncengine.config import PAGE_SIZE
 from asyncengine.terms import Terms
-from gpu_runner.kvcache.node import Node, require
+from gpu_runner.kvcache.node import require
 from gpu_runner.kvcache.pages import Int32
-from gpu_runner.kvcache.radix import RadixTree, common_length
+from gpu_runner.kvcache.pins import Pins, Session, ends_soonest
+from gpu_runner.kvcache.radix import common_length
 
-ALL_TENANTS_SHARE = 0.5
-"""Of the KV cache, what the sessions of all tenants together may pin."""
 MAX_TTL_SECONDS = 86_400
 """A session that is asked to be kept for longer is kept for so long."""
 MAX_SESSIONS = 4096
@@ -39,40 +38,15 @@ MAX_TOKENS = 1 << 26
 UNKNOWN = (-1, 0)
 
 
-@dataclass(slots=True, eq=False)
-class Session:
-    """What the last request of a session left.
-
-    tokens: its prompt and output. number: of all sessions that were ever kept, rising. ends_ns: when it is forgotten.
-    node: ends the pinned prefix; None where nothing is pinned.
-    """
-
-    tenant: str
-    name: str
-    namespace: str
-    tokens: Int32
-    ends_ns: int
-    number: int
-    node: Node | None = None
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Who ends sooner comes first."""
-        return self.ends_ns, self.number
-
-
 class Sessions:
-    """All sessions of all tenants over one prefix tree, of which it uses `match`, `pin`, `unpin` and
-    `num_unpinned`."""
+    """All sessions of all tenants, and what of them is pinned."""
 
-    def __init__(self, tree: RadixTree, *, num_pages: int, tenant_share: float, clock: Callable[[], int]) -> None:
-        """num_pages: of the KV cache, tenant_share of which one tenant's sessions may pin. clock: in ns."""
-        self.tenant_quota = int(tenant_share * num_pages)
-        self.total_quota = int(ALL_TENANTS_SHARE * num_pages)
-        self.num_pages = 0  # pinned; one that two tenants have counts for both
-        self._tree = tree
+    def __init__(self, pins: Pins, *, host_pins: Pins | None = None, clock: Callable[[], int]) -> None:
+        """pins: on the device; host_pins: in host memory, if there is such a tier. clock: in ns."""
+        self._pins = pins
+        self._host_pins = host_pins
         self._clock = clock
-        self._tenants: dict[str, _Tenant] = {}  # only those that have sessions
+        self._tenants: dict[str, dict[str, Session]] = {}  # by tenant, and name; only tenants that have sessions
         self._ends: list[tuple[int, int, str, str]] = []  # heap of (ends_ns, number, tenant, name), outdated ones too
         self._num_sessions = 0
         self._num_tokens = 0
@@ -80,6 +54,11 @@ class Sessions:
 
     def __len__(self) -> int:
         return self._num_sessions
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that are pinned on the device; one that two tenants have counts for both."""
+        return self._pins.num_pages
 
     def compare(self, terms: Terms, namespace: str, prompt: Int32) -> tuple[int, int]:
         """How many tokens the session has, and how many of them `prompt` begins with: none where its namespace, and so
@@ -100,13 +79,24 @@ class Sessions:
         ends_ns = self._clock() + round(1e9 * min(terms.session_ttl_seconds, MAX_TTL_SECONDS))
         self._last_number += 1
         session = Session(terms.tenant, terms.session, namespace, tokens.copy(), ends_ns, self._last_number)
-        tenant = self._tenants.setdefault(session.tenant, _Tenant())
-        tenant.by_name[session.name] = session
+        names = self._tenants.setdefault(session.tenant, {})
+        names[session.name] = session
         self._num_sessions += 1
         self._num_tokens += len(tokens)
         self._push(session)
-        self._pin(session, tenant)
-        self._bound(tenant)
+        self._pins.pin(session)
+        if self._host_pins is not None:
+            self._host_pins.pin(session)
+        while len(names) > MAX_SESSIONS_PER_TENANT:
+            self._forget(ends_soonest(names.values()))
+        while self._num_sessions > MAX_SESSIONS or self._num_tokens > MAX_TOKENS:
+            self._forget_first()
+
+    def copied(self, tenant: str, name: str) -> None:
+        """More of what the session had when its request ended is in host memory now, or will be soon."""
+        session = self._find(tenant, name)
+        if session is not None and self._host_pins is not None:
+            self._host_pins.pin(session)
 
     def release(self, tenant: str, name: str) -> None:
         """Forget the session, and pin its prefix no longer; unknown ones are ignored."""
@@ -123,20 +113,23 @@ class Sessions:
         while ends and ends[0][0] <= now:
             self._forget_first()
 
-    def give_way(self, tenant: str, enough: Callable[[], bool]) -> None:
-        """Unpin until `enough()`: what `tenant`, who needs the pages, has pinned, and only then what others have; of
-        each those that end soonest first."""
+    def give_way(self, tenant: str | None, enough: Callable[[], bool], *, copied_only: bool = False) -> None:
+        """Unpin on the device until `enough()`: first what is pinned in host memory as well, and unless `copied_only`
+        the rest too. Of each what `tenant`, who needs the pages, has pinned, and only then what others have; of those
+        the ones that end soonest first."""
         if enough():
             return
-        pinned = [session for each in self._tenants.values() for session in each.pinned]
-        for session in sorted(pinned, key=lambda session: (session.tenant != tenant, session.order)):
-            self._unpin(session)
+        pinned = [(not self._is_copied(session), session) for session in self._pins]
+        if copied_only:
+            pinned = [(lost, session) for lost, session in pinned if not lost]
+        for _, session in sorted(pinned, key=lambda each: (each[0], each[1].tenant != tenant, each[1].order)):
+            self._pins.unpin(session)
             if enough():
                 return
 
     def check_integrity(self) -> None:
         """Recompute every invariant; raises `IntegrityError`."""
-        sessions = [session for tenant in self._tenants.values() for session in tenant.by_name.values()]
+        sessions = {session for names in self._tenants.values() for session in names.values()}
         live = {number for _, number, tenant, name in self._ends if self._is_live(number, tenant, name)}
         require(len(sessions) == self._num_sessions <= MAX_SESSIONS, f"{len(sessions)} sessions, not {len(self)}")
         require({session.number for session in sessions} == live, "a session has no end")
@@ -144,14 +137,19 @@ class Sessions:
         require(
             num_tokens == self._num_tokens <= MAX_TOKENS, f"{num_tokens} tokens of sessions, not {self._num_tokens}"
         )
-        num_pages = sum(tenant.num_pages for tenant in self._tenants.values())
-        require(num_pages == self.num_pages <= self.total_quota, f"{num_pages} pages pinned, not {self.num_pages}")
-        for name, tenant in self._tenants.items():
-            tenant.check_integrity(name, self.tenant_quota)
+        for tenant, names in self._tenants.items():
+            require(0 < len(names) <= MAX_SESSIONS_PER_TENANT, f"a tenant has {len(names)} sessions")
+            require(all((s.tenant, s.name) == (tenant, name) for name, s in names.items()), "a session is misnamed")
+        self._pins.check_integrity(sessions)
+        if self._host_pins is not None:
+            self._host_pins.check_integrity(sessions)
+
+    def _is_copied(self, session: Session) -> bool:
+        """Whether as much of it is pinned in host memory as on the device."""
+        return self._host_pins is not None and self._host_pins.length(session) >= self._pins.length(session)
 
     def _find(self, tenant: str, name: str) -> Session | None:
-        known = self._tenants.get(tenant)
-        return None if known is None else known.by_name.get(name)
+        return self._tenants.get(tenant, {}).get(name)
 
     def _is_live(self, number: int, tenant: str, name: str) -> bool:
         session = self._find(tenant, name)
@@ -169,84 +167,13 @@ class Sessions:
         if self._is_live(number, tenant, name):
             self.release(tenant, name)
 
-    def _bound(self, tenant: _Tenant) -> None:
-        while len(tenant.by_name) > MAX_SESSIONS_PER_TENANT:
-            self._forget(_ends_soonest(tenant.by_name.values()))
-        while self._num_sessions > MAX_SESSIONS or self._num_tokens > MAX_TOKENS:
-            self._forget_first()
-
     def _forget(self, session: Session) -> None:
-        self._unpin(session)
-        tenant = self._tenants[session.tenant]
-        del tenant.by_name[session.name]
-        if not tenant.by_name:
+        self._pins.unpin(session)
+        if self._host_pins is not None:
+            self._host_pins.unpin(session)
+        names = self._tenants[session.tenant]
+        del names[session.name]
+        if not names:
             del self._tenants[session.tenant]
         self._num_sessions -= 1
         self._num_tokens -= len(session.tokens)
-
-    def _pin(self, session: Session, tenant: _Tenant) -> None:
-        """Pin what is cached of the session's tokens, but no more than fits when no other session of the tenant has
-        pins, and those lose them as far as it takes."""
-        most = min(self.tenant_quota, self.total_quota - (self.num_pages - tenant.num_pages))
-        node, pages = self._tree.match(session.namespace, session.tokens)
-        tokens = session.tokens[: min(len(pages), most) * PAGE_SIZE]
-        if not len(tokens):
-            return
-        if len(pages) > most:
-            node = self._tree.match(session.namespace, tokens).node
-        while tenant.num_pages + self._tree.num_unpinned(node, session.tenant) > most:
-            self._unpin(_ends_soonest(tenant.pinned))
-            node = self._tree.match(session.namespace, tokens).node  # an unlocked one may be gone
-        num_new = self._tree.pin(node, session.tenant)
-        session.node = node
-        tenant.pinned.add(session)
-        tenant.num_pages += num_new
-        self.num_pages += num_new
-
-    def _unpin(self, session: Session) -> None:
-        if session.node is None:
-            return
-        tenant = self._tenants[session.tenant]
-        num_gone = self._tree.unpin(session.node, session.tenant)
-        session.node = None
-        tenant.pinned.remove(session)
-        tenant.num_pages -= num_gone
-        self.num_pages -= num_gone
-
-
-class _Tenant:
-    """One tenant's sessions, and those of them that have pins: on `num_pages` different pages."""
-
-    def __init__(self) -> None:
-        self.by_name: dict[str, Session] = {}
-        self.pinned: set[Session] = set()
-        self.num_pages = 0
-
-    def check_integrity(self, tenant: str, quota: int) -> None:
-        require(0 < len(self.by_name) <= MAX_SESSIONS_PER_TENANT, f"a tenant has {len(self.by_name)} sessions")
-        require(all((s.tenant, s.name) == (tenant, name) for name, s in self.by_name.items()), "a session is misnamed")
-        pinned = {session for session in self.by_name.values() if session.node is not None}
-        require(pinned == self.pinned, "a session that is not known has pins")
-        pages: set[int] = set()
-        for session in pinned:
-            tokens, own = _path(session.node)
-            require(len(own) > 0, "a session has nothing pinned")
-            require(np.array_equal(tokens, session.tokens[: len(tokens)]), "a session has another's prefix pinned")
-            pages.update(own)
-        require(len(pages) == self.num_pages <= quota, f"{len(pages)} pages pinned, not {self.num_pages}")
-
-
-def _ends_soonest(sessions: Iterable[Session]) -> Session:
-    return min(sessions, key=lambda session: session.order)
-
-
-def _path(node: Node | None) -> tuple[Int32, list[int]]:
-    """Tokens and pages from the start of what is cached to the end of `node`, which must be held."""
-    tokens: list[Int32] = []
-    pages: list[Int32] = []
-    while node is not None:
-        require(node.lock_count > 0, "a pinned node may be evicted")
-        tokens.append(node.tokens)
-        pages.append(node.pages)
-        node = node.parent
-    return np.concatenate(tokens[::-1]), np.concatenate(pages[::-1]).tolist()

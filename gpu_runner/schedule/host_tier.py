@@ -46,13 +46,24 @@ MAX_QUEUED = 4096
 RECOMPUTE_NS = 10_000
 """What a token of a prompt is taken to cost where nobody has measured it."""
 
-NO_HOST_GAUGES = dict.fromkeys(("host_hit_tokens", "host_pages_total", "host_pages_used", "kv_loads", "kv_stores"), 0)
+NO_HOST_GAUGES = dict.fromkeys(
+    ("host_hit_tokens", "host_pages_pinned", "host_pages_total", "host_pages_used", "kv_loads", "kv_stores"), 0
+)
 PAGE_SHIFT = PAGE_SIZE.bit_length() - 1
 _NO_PAGES: Int32 = np.empty(0, np.int32)
 
 
 def recompute_ns(tokens: int, context: int) -> int:
     return tokens * RECOMPUTE_NS
+
+
+class _Ended(NamedTuple):
+    """A prefix to store. written: the latest step that may write its pages. node: of the device's tree, its end.
+    copied: called whenever host memory has more of it."""
+
+    written: int
+    node: Node
+    copied: Callable[[], None] | None
 
 
 class _Batch(NamedTuple):
@@ -94,8 +105,8 @@ class HostTier:
         self._max_stores = min(STORES_PER_BATCH, -(-pool.num_pages // 8))
         self._pages_to_store = min(PAGES_TO_STORE, -(-pool.num_pages // 64))
         self._next_look = 0  # the step after which the decoding rows are looked at
-        self._ended: list[Node] = []  # since the last batch
-        self._queue: deque[tuple[int, Node]] = deque(maxlen=MAX_QUEUED)  # (latest step that may write its pages, end)
+        self._ended: list[tuple[Node, Callable[[], None] | None]] = []  # since the last batch
+        self._queue: deque[_Ended] = deque(maxlen=MAX_QUEUED)
         self._load_from: list[Int32] = []
         self._load_to: list[Int32] = []
         self._loading: list[Node] = []
@@ -144,14 +155,15 @@ class HostTier:
         """These rows have a token since they began to prefill: what they are known to have is computed."""
         self._stored[slots] = 0
 
-    def ended(self, node: Node) -> None:
-        """A row has let go of what ends with this node of the device's tree."""
-        self._ended.append(node)
+    def ended(self, node: Node, copied: Callable[[], None] | None = None) -> None:
+        """A row has let go of what ends with this node of the device's tree. copied: called whenever host memory has
+        more of it, or is about to."""
+        self._ended.append((node, copied))
 
     def take(self, planned: int, decoding: Int32) -> Transfers | None:
         """The next batch, if there is anything to copy. planned: the latest step; decoding: slots of decoding rows."""
         if self._ended:
-            self._queue.extend((planned, node) for node in self._ended)
+            self._queue.extend(_Ended(planned, *ended) for ended in self._ended)
             self._ended.clear()
         stores: list[tuple[Int32, Int32]] = []
         if self._storing < STORES_IN_FLIGHT * self._max_stores:
@@ -186,14 +198,17 @@ class HostTier:
     def _store_ended(self, room: int, stores: list[tuple[Int32, Int32]]) -> tuple[int, int]:
         """Begin to store prefixes that have ended. Returns what is left of the room, and of the looks."""
         looks = PREFIXES_PER_BATCH
-        while room and looks and self._queue and self._queue[0][0] <= self._device_pool.completed_epoch:
-            written, node = self._queue.popleft()
+        while room and looks and self._queue and self._queue[0].written <= self._device_pool.completed_epoch:
+            ended = self._queue.popleft()
+            node = ended.node
             tokens, pages = self._device_tree.content(node)
             pages = self._readable(pages)
             depth, room = self._store(node.namespace, tokens[: len(pages) * PAGE_SIZE], pages, room, stores)
             looks -= 1
             if depth < len(pages) and not room:
-                self._queue.appendleft((written, node))
+                self._queue.appendleft(ended)
+            if ended.copied is not None:
+                ended.copied()
         return room, looks
 
     def _store_decoding(self, decoding: Int32, planned: int, room: int, stores: list[tuple[Int32, Int32]]) -> None:
@@ -233,9 +248,10 @@ class HostTier:
 
     def gauges(self) -> dict[str, int]:
         """host_hit_tokens, kv_loads, kv_stores: since the start, the last two in pages."""
-        pool = self.tree.pool
+        pool, tree = self.tree.pool, self.tree
         return {
             "host_hit_tokens": self.num_loads * PAGE_SIZE,
+            "host_pages_pinned": tree.num_pages - tree.num_evictable,  # sessions alone lock any for longer than a call
             "host_pages_total": pool.num_pages - 1,
             "host_pages_used": pool.num_pages - 1 - pool.num_free,
             "kv_loads": self.num_loads,

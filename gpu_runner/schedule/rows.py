@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncengine.config import PAGE_SIZE
 from gpu_runner.kvcache.pages import PagePool
+from gpu_runner.kvcache.pins import Pins
 from gpu_runner.kvcache.radix import Match, Node, RadixTree
 from gpu_runner.kvcache.sessions import Sessions
 from gpu_runner.schedule.host_tier import HostTier
@@ -44,7 +46,6 @@ class Rows:
         self.slots = Slots(num_slots, max_model_len)
         self.pool = PagePool(num_pages)
         self.tree = RadixTree(self.pool)
-        self.sessions = Sessions(self.tree, num_pages=num_pages - 1, tenant_share=session_pin_share, clock=clock)
         self.tier = (
             HostTier(
                 self.slots,
@@ -58,6 +59,11 @@ class Rows:
             if host_pages
             else None
         )
+        self.sessions = Sessions(
+            Pins(self.tree, num_pages=num_pages - 1, tenant_share=session_pin_share),
+            host_pins=Pins(self.tier.tree, num_pages=host_pages, tenant_share=session_pin_share) if self.tier else None,
+            clock=clock,
+        )
         self.caching = caching
 
     @property
@@ -70,6 +76,9 @@ class Rows:
         if count > self.pool.num_free:
             self.sessions.expire()
             self.tree.evict(count - self.pool.num_free)
+            if count > self.pool.num_free:
+                self.unpin_for(count, None, copied_only=True)
+                self.tree.evict(count - self.pool.num_free)
         return max(0, count - self.pool.num_free)
 
     def has_room(self, num_tokens: int, *, watermark: int) -> bool:
@@ -77,10 +86,13 @@ class Rows:
         needed = -(-num_tokens // PAGE_SIZE)
         return needed + watermark <= self.pool.num_free + self.tree.num_evictable
 
-    def unpin_for(self, count: int, tenant: str) -> None:
-        """Have sessions give up pins until `tenant` can have `count` pages once no step is in flight."""
+    def unpin_for(self, count: int, tenant: str | None, *, copied_only: bool = False) -> None:
+        """Have sessions give up pins on the device until `tenant` can have `count` pages once no step is in flight.
+        copied_only: only what is pinned in host memory as well."""
         self.sessions.give_way(
-            tenant, lambda: count <= self.pool.num_free + self.pool.num_deferred + self.tree.num_evictable
+            tenant,
+            lambda: count <= self.pool.num_free + self.pool.num_deferred + self.tree.num_evictable,
+            copied_only=copied_only,
         )
 
     def start(self, request: Request, *, watermark: int, alone: bool) -> bool:
@@ -89,7 +101,7 @@ class Rows:
 
         False when it has to wait: no slot, fewer than `watermark` pages would be left, its own last step is still on
         the device, or it could lose its pages again though it must not. alone: nothing runs, so that what it waits for
-        may be pinned.
+        may be pinned, in host memory or not.
         """
         slots = self.slots
         retracted = request.slot >= 0
@@ -103,13 +115,11 @@ class Rows:
         reusable = tokens[: self._reusable(request, len(tokens))]
         match = self.tree.match(request.namespace, reusable)
         cached = len(match.pages)
-        found = self.tier.find(request.namespace, reusable, cached) if self.tier is not None else None
         needed = -(-len(tokens) // PAGE_SIZE) - cached
         self.tree.lock(match.node)
         if needed + watermark > self.pool.num_free + self.tree.num_evictable:
             self.sessions.expire()
-            if alone:
-                self.unpin_for(needed + watermark, request.terms.tenant)
+            self.unpin_for(needed + watermark, request.terms.tenant, copied_only=not alone)
         fits = needed + watermark <= self.pool.num_free + self.tree.num_evictable
         if not fits or self.missing_pages(needed):
             self.tree.unlock(match.node, self.pool.completed_epoch)
@@ -122,6 +132,7 @@ class Rows:
         slots.node[slot] = match.node
         ticket = 0
         if self.tier is not None:
+            found = self.tier.find(request.namespace, reusable, cached)  # after what may change that tree
             if found is not None:
                 self._load(slot, found, cached)
                 cached += len(found.pages)
@@ -255,19 +266,28 @@ class Rows:
         request = slots.request[slot]
         assert request is not None
         has_begun = slots.state[slot] == State.RETRACTED or slots.computed[slot] > 0
+        node = None
         if slots.state[slot] != State.RETRACTED:
             if self.caching:
                 self.share(slot)
             node = self.give_up_pages(slot)
-            if self.caching and self.tier is not None:
-                self.tier.ended(node)
         if not self.caching:
             self.tree.drop_namespace(request.namespace)
             if self.tier is not None:
                 self.tier.tree.drop_namespace(request.namespace)
         elif request.terms.session and has_begun:
-            self.sessions.keep(request.terms, request.namespace, slots.tokens[slot, : slots.known[slot]])
+            self._keep(request, slots.tokens[slot, : slots.known[slot]])
+        elif node is not None and self.tier is not None:
+            self.tier.ended(node)
         slots.release(slot)
+
+    def _keep(self, request: Request, tokens: Int32) -> None:
+        """For the request's session; what of it is not in host memory is to be pinned there once it is."""
+        terms = request.terms
+        self.sessions.keep(terms, request.namespace, tokens)
+        if self.tier is not None:
+            node = self.tree.match(request.namespace, tokens).node
+            self.tier.ended(node, partial(self.sessions.copied, terms.tenant, terms.session))
 
     def check_integrity(self) -> None:
         self.slots.check_integrity()

@@ -35,8 +35,13 @@ def replica_config(args: argparse.Namespace, file: StepModelFile) -> ReplicaConf
         max_num_batched_tokens=args.max_num_batched_tokens,
         prefix_caching=not args.no_prefix_caching,
         kv_host_tokens=args.kv_host_tokens,
-        page_copy_ns=round(file.kv_cache.bytes_per_token * PAGE_SIZE / COPY_BYTES_PER_NS),
+        page_copy_ns=page_copy_ns(file),
     )
+
+
+def page_copy_ns(file: StepModelFile) -> int:
+    """What a page takes between device and host memory."""
+    return round(file.kv_cache.bytes_per_token * PAGE_SIZE / COPY_BYTES_PER_NS)
 
 
 def count(text: str) -> int:

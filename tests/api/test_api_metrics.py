@@ -55,6 +55,7 @@ async def test_gauges_and_totals_have_the_names_that_operators_know(server: Serv
         "detokenizer_proc_restarts": 1,
         "host_pages_total": 50,
         "host_pages_used": 20,
+        "host_pages_pinned": 6,
         "host_hit_tokens": 160,
         "kv_loads": 12,
         "kv_stores": 34,
@@ -80,6 +81,7 @@ async def test_gauges_and_totals_have_the_names_that_operators_know(server: Serv
         "asyncengine:kv_pages_loaded_total": 12,
         "asyncengine:kv_pages_stored_total": 34,
         "asyncengine:session_pinned_pages": 5,
+        "asyncengine:host_session_pinned_pages": 6,
         "asyncengine:step_time_error_ratio": 0.125,
     }.items():
         assert page[name] == {(): pytest.approx(value)}, name

@@ -18,6 +18,8 @@ from asyncengine.sampling import SamplingParams
 CONTEXT = 256
 POOL_TOKENS = 384
 """One and a half rows of full length, for six rows."""
+HOST_GIB = 0.003
+"""65 pages of float32: two and a half times what the device has, and too few for all."""
 MAX_GAP = 0.05
 TIES = 50
 """Of so many requests, 60 tokens each, one may meet two tokens whose float32 logits differ in the last bits only."""
@@ -34,11 +36,16 @@ def turns(count: int) -> Callable[[int], bool]:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("device", "dtype", "size", "check_every", "compared"),
+    ("device", "dtype", "size", "check_every", "compared", "host_gib"),
     [
-        pytest.param("cpu", "float32", 100, 1, 6, id="cpu"),
-        pytest.param("cuda", "float32", 3000, 10, 200, id="cuda-float32", marks=pytest.mark.gpu),
-        pytest.param("cuda", "bfloat16", 30.0, 50, 300, id="cuda-30-seconds", marks=pytest.mark.gpu),
+        pytest.param("cpu", "float32", 200, 1, 6, 0.0, id="cpu"),
+        pytest.param("cpu", "float32", 200, 1, 6, HOST_GIB, id="cpu-host-tier"),
+        pytest.param("cuda", "float32", 3000, 10, 200, 0.0, id="cuda-float32", marks=pytest.mark.gpu),
+        pytest.param("cuda", "float32", 3000, 10, 200, HOST_GIB, id="cuda-float32-host-tier", marks=pytest.mark.gpu),
+        pytest.param("cuda", "bfloat16", 30.0, 50, 300, 0.0, id="cuda-30-seconds", marks=pytest.mark.gpu),
+        pytest.param(
+            "cuda", "bfloat16", 30.0, 50, 300, HOST_GIB, id="cuda-30-seconds-host-tier", marks=pytest.mark.gpu
+        ),
     ],
 )
 def test_every_request_ends_with_its_own_tokens_and_no_page_is_lost(
@@ -47,9 +54,11 @@ def test_every_request_ends_with_its_own_tokens_and_no_page_is_lost(
     size: float,
     check_every: int,
     compared: int,
+    host_gib: float,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """size: turns, or as a float seconds. compared: how many requests are run once more, alone, or by the reference."""
+    """size: turns, or as a float seconds. compared: how many requests are run once more, alone and without a host
+    tier, or by the reference."""
     model = write_config(tmp_path_factory.mktemp("model"))
     with device_engine(
         model,
@@ -57,15 +66,17 @@ def test_every_request_ends_with_its_own_tokens_and_no_page_is_lost(
         dtype=dtype,
         load_format="dummy",
         kv_cache_tokens=POOL_TOKENS,
+        kv_host_memory_gib=host_gib,
         max_model_len=CONTEXT,
     ) as engine:
-        load = RandomLoad(engine.core(check=False), context=CONTEXT, seed=1)
+        load = RandomLoad(engine.core(check=False, host_pages=engine.executor.host_pages), context=CONTEXT, seed=1)
         load.run(seconds(size) if isinstance(size, float) else turns(size), check_every=check_every)
         load.assert_all_ended()
         gauges = load.core.scheduler.gauges()
         assert gauges["preemptions"] > 2
         assert gauges["aborted"] > 0
         assert gauges["prefix_hit_tokens"] > 0
+        assert (gauges["kv_loads"] > 4) == (gauges["kv_stores"] > 100) == (host_gib > 0)
         completed = load.completed()
         assert len(completed) > 8
 

@@ -11,6 +11,7 @@ from asyncengine.config import PAGE_SIZE
 from asyncengine.terms import Terms
 from gpu_runner.kvcache import sessions as sessions_module
 from gpu_runner.kvcache.pages import Int32, PagePool
+from gpu_runner.kvcache.pins import Pins
 from gpu_runner.kvcache.radix import RadixTree
 from gpu_runner.kvcache.sessions import Sessions
 
@@ -24,7 +25,8 @@ class Cache:
         self.now = 0
         self.pool = PagePool(num_pages + 1)
         self.tree = RadixTree(self.pool)
-        self.sessions = Sessions(self.tree, num_pages=num_pages, tenant_share=share, clock=lambda: self.now)
+        self.pins = Pins(self.tree, num_pages=num_pages, tenant_share=share)
+        self.sessions = Sessions(self.pins, clock=lambda: self.now)
 
     def end(
         self, tenant: str, name: str, tokens: Int32, *, ttl: float = 60.0, namespace: str = "", cached: bool = True
@@ -174,11 +176,11 @@ def test_pins_give_way_to_a_tenant_first_its_own_and_first_those_that_end_soones
         cache.end(tenant, name, pages_of(3, ttl), ttl=ttl)
     order = []
     for _ in range(4):
-        before = {(s.tenant, s.name) for tenant in cache.sessions._tenants.values() for s in tenant.pinned}
+        before = {(s.tenant, s.name) for s in cache.pins}
         evictable = cache.tree.num_evictable
         cache.sessions.give_way("a", lambda: cache.tree.num_evictable > evictable)  # noqa: B023 - called at once
         cache.check()
-        after = {(s.tenant, s.name) for tenant in cache.sessions._tenants.values() for s in tenant.pinned}
+        after = {(s.tenant, s.name) for s in cache.pins}
         order += sorted(before - after)
     assert order == [("a", "short"), ("a", "long"), ("b", "short"), ("b", "long")]
     assert (cache.sessions.num_pages, len(cache.sessions)) == (0, 4)
@@ -267,7 +269,7 @@ def test_random_sessions_never_exceed_a_quota(seed: int) -> None:
         cache.check()
         assert len(cache.sessions) == len(known)
         most = max(most, cache.sessions.num_pages)
-    assert most >= min(cache.sessions.tenant_quota, cache.sessions.total_quota) > 0
+    assert most >= min(cache.pins.tenant_quota, cache.pins.total_quota) > 0
     for tenant, name in known:
         cache.sessions.release(tenant, name)
     cache.check()

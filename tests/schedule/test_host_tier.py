@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.copy_engine import CopyEngine
 from support.engine_core import EngineCore
 
 from asyncengine.config import PAGE_SIZE
@@ -200,7 +201,7 @@ def test_a_batch_stores_no_more_than_its_share_and_two_are_in_flight() -> None:
     )
     core.add(1, prompt_of(1000 * PAGE_SIZE), 100, ignore_eos=True)
     turns(core, 20)
-    assert core.copy_engine is not None
+    assert isinstance(core.copy_engine, CopyEngine)
     assert [len(batch.store_from) for batch, _, _ in core.copy_engine.in_flight] == [STORES_PER_BATCH] * 2
     core.copies_done = lambda: 1
     core.run()

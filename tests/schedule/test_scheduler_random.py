@@ -54,6 +54,8 @@ def test_with_a_host_tier_every_row_reads_what_was_computed_for_its_own_tokens(s
         enable_prefix_caching=seed != 5,
         vocab_size=30,
         host_pages=host_pages,
+        session_pin_share=(0.2, 0.6)[seed % 2],
+        clock=count(1, 1_000_000).__next__,
         page_load_ns=page_load_ns,
         copies_done=lambda: int(rng.integers(3)) if rng.random() < 0.3 else 0,
     )
@@ -95,7 +97,8 @@ def run_random(core: EngineCore, rng: np.random.Generator, operations: int) -> N
     for tenant in TENANTS:
         for session in SESSIONS:
             core.scheduler.release_session(tenant, session)
-    assert core.scheduler.gauges()["sessions"] == core.scheduler.gauges()["pinned_pages"] == 0
+    gauges = core.scheduler.gauges()
+    assert gauges["sessions"] == gauges["pinned_pages"] == gauges["host_pages_pinned"] == 0
     core.assert_nothing_held()
 
 

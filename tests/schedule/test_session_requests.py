@@ -81,7 +81,7 @@ class Agents:
                 self.core.scheduler.check_integrity()
                 self.core.plans.clear()
             sessions = self.core.scheduler.rows.sessions
-            assert sessions.num_pages <= sessions.tenant_quota
+            assert sessions.num_pages <= sessions._pins.tenant_quota
         self.core.run()
 
     @property

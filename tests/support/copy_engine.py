@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import numpy as np
 from support.paged_model import POISON, PagedModel
@@ -101,3 +102,24 @@ class CopyEngine:
         assert not len(batch.load_to) or batch.load_to.min() > 0
         for pages in (batch.store_to, batch.load_from):
             assert not len(pages) or 0 <= pages.min() <= pages.max() < len(self._pages)
+
+
+class ExecutorCopies:
+    """The copies of an executor for one of the cores that use it one after the other: each counts its batches from 1.
+    A core sees a batch done as late as `finish` says, or later."""
+
+    def __init__(self, executor: Any) -> None:
+        self.done_ticket = 0
+        self._executor = executor
+        self._before = max(0, executor.transferred())
+        self._started = 0
+
+    def start(self, batch: Transfers) -> None:
+        assert batch.ticket == self._started + 1
+        self._started = batch.ticket
+        self._executor.transfer(batch._replace(ticket=self._before + batch.ticket))
+
+    def finish(self, count: int = 1) -> None:
+        """Up to `count` more batches may be seen to be done."""
+        done = self._executor.transferred() - self._before
+        self.done_ticket = max(self.done_ticket, min(done, self.done_ticket + count))

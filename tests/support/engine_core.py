@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from support.copy_engine import CopyEngine, PrefixModel
+from support.copy_engine import CopyEngine, ExecutorCopies, PrefixModel
 from support.paged_model import PagedModel, expected_output
 
 from asyncengine.config import SchedulingPolicy
@@ -52,7 +52,7 @@ class EngineCore:
         page_load_ns: int = 0,
         copies_done: Callable[[], int] = lambda: 1,
     ) -> None:
-        """host_pages: of a tier in host memory; `copies_done`: how many batches of copies a turn sees done."""
+        """host_pages: of a tier in host memory; `copies_done`: how many batches of copies a turn sees done at most."""
         self.vocab_size, self.eos_ids, self.check, self.depth = vocab_size, eos_ids, check, depth
         self.scheduler = Scheduler(
             num_pages=num_pages,
@@ -73,10 +73,11 @@ class EngineCore:
             max_model_len=max_model_len,
             vocab_size=vocab_size,
         )
-        self.copy_engine = None
-        if host_pages:
-            assert isinstance(self.model, PrefixModel)
+        self.copy_engine: CopyEngine | ExecutorCopies | None = None
+        if host_pages and isinstance(self.model, PrefixModel):
             self.copy_engine = CopyEngine(self.model, host_pages=host_pages, rng=np.random.default_rng(0))
+        elif host_pages:
+            self.copy_engine = ExecutorCopies(self.model)
         self.copies_done = copies_done
         self.in_flight: deque[StepPlan] = deque()
         self.plans: list[StepPlan] = []
