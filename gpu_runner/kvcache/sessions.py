@@ -69,14 +69,18 @@ class Sessions:
         """num_pages: of the KV cache, tenant_share of which one tenant's sessions may pin. clock: in ns."""
         self.tenant_quota = int(tenant_share * num_pages)
         self.total_quota = int(ALL_TENANTS_SHARE * num_pages)
-        self.num_pages = 0  # pinned; one that two tenants have counts for both
         self._tree = tree
         self._clock = clock
+        self._last_number = 0
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Forget all sessions, and the pins with them: the tree has to start over too."""
+        self.num_pages = 0  # pinned; one that two tenants have counts for both
         self._tenants: dict[str, _Tenant] = {}  # only those that have sessions
         self._ends: list[tuple[int, int, str, str]] = []  # heap of (ends_ns, number, tenant, name), outdated ones too
         self._num_sessions = 0
         self._num_tokens = 0
-        self._last_number = 0
 
     def __len__(self) -> int:
         return self._num_sessions

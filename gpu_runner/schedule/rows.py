@@ -269,6 +269,22 @@ class Rows:
             self.sessions.keep(request.terms, request.namespace, slots.tokens[slot, : slots.known[slot]])
         slots.release(slot)
 
+    def check_at_rest(self) -> None:
+        """Whether every page is free or cached, once, while no row has any, no step is in flight and nothing is copied.
+        Raises `IntegrityError`. Takes a moment: O(pages + nodes)."""
+        self.tree.check_at_rest()
+        if self.tier is not None:
+            self.tier.tree.check_at_rest()
+
+    def start_over(self) -> None:
+        """Forget all that is cached, on the device and in host memory, and every session. As `check_at_rest`, only
+        while nothing runs."""
+        self.sessions.start_over()
+        self.tree.start_over()
+        self.pool.start_over()
+        if self.tier is not None:
+            self.tier.start_over()
+
     def check_integrity(self) -> None:
         self.slots.check_integrity()
         self.tree.check_integrity()

@@ -59,6 +59,7 @@ async def test_gauges_and_totals_have_the_names_that_operators_know(server: Serv
         "kv_loads": 12,
         "kv_stores": 34,
         "pinned_pages": 5,
+        "cache_repairs": 1,
         "step_time_error_permille": 125,
     }
     page = await scrape(server)
@@ -80,6 +81,7 @@ async def test_gauges_and_totals_have_the_names_that_operators_know(server: Serv
         "asyncengine:kv_pages_loaded_total": 12,
         "asyncengine:kv_pages_stored_total": 34,
         "asyncengine:session_pinned_pages": 5,
+        "asyncengine:kv_cache_repairs_total": 1,
         "asyncengine:step_time_error_ratio": 0.125,
     }.items():
         assert page[name] == {(): pytest.approx(value)}, name
