@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from asyncengine.cache_pressure import CachePressure
 from asyncengine.child import Child, describe_exit, stop_children
 from asyncengine.children import ApiWorkers, Children
 from asyncengine.config import SIDECARS, EngineConfig, Role
@@ -71,6 +72,7 @@ class Supervisor:
         self._restarts: dict[Role, int] = dict.fromkeys(SIDECARS, 0)
         self._losses = Losses(most=config.max_crashes, window_seconds=config.crash_window_seconds)
         self._watchdog = Watchdog(hang_timeout_seconds=config.hang_timeout_seconds)
+        self._cache_pressure = CachePressure()
         self._looking: asyncio.Task[None] | None = None
         self._model: ResolvedModel | None = None
         self._run_dir: RunDir | None = None
@@ -210,6 +212,8 @@ class Supervisor:
             await asyncio.sleep(LOOK_SECONDS)
             self._read()
             if report := self._watchdog.look(list(self._children), self.run_dir):
+                logger.warning("%s", report)
+            if report := self._cache_pressure.look(self.gauges("gpu_runner"), time.monotonic()):
                 logger.warning("%s", report)
 
     def _read(self) -> None:

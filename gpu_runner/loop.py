@@ -9,7 +9,8 @@ Invariants
     5. Rows within a structure run when their masks are there; others never wait for those, but for MASK_SECONDS at
        most, in which the device has a step to do.
     6. Copies of KV pages to and from host memory are started and asked after, never waited for while a step can run.
-    7. When detokenizers are so far behind that frames pile up, no step is launched: tokens are never dropped.
+    7. The cache's bookkeeping is checked when nothing has run for a while, or nothing can.
+    8. When detokenizers are so far behind that frames pile up, no step is launched: tokens are never dropped.
 
 Host budget: all of a turn but waiting for the device under 150 us at any batch size, and at batch 512 under 1.5 times
 batch 1 (`scripts/bench_host.py` without a GPU, `scripts/bench_step.py` with one, `scripts/profile_host.py` of a running
@@ -39,6 +40,7 @@ _IDLE_MS = int(HEARTBEAT_SECONDS * 1000)
 _BACKLOG_POLL_MS = 1
 _MASK_MS = 1
 _COPY_MS = 1
+_STANDSTILL_MS = 1
 MASK_SECONDS = 200e-6
 """What a plan waits for masks that are being computed, while the device is busy with a step."""
 
@@ -131,7 +133,7 @@ class Loop:
             self._outbox.send(closed)
         self._account.end_turn(plan, result, running=scheduler.num_running, waiting=len(scheduler.queue))
         if plan is None and not self._in_flight:
-            self._idle(flowing)
+            self._idle(flowing, stands=result is None)
 
     def _begin_copies(self) -> None:
         batch = self._scheduler.take_transfers()
@@ -145,7 +147,8 @@ class Loop:
             self._copies_done = done
             self._scheduler.transferred(done)
 
-    def _idle(self, flowing: bool) -> None:
+    def _idle(self, flowing: bool, *, stands: bool) -> None:
+        """stands: nothing was in flight either."""
         if not flowing:
             self._inbox.wait(_BACKLOG_POLL_MS)
         elif self._scheduler.copying:
@@ -155,8 +158,12 @@ class Loop:
             while not self._inbox.wait(_IDLE_MS):
                 if self._reporter.heartbeat_due():
                     self._heartbeat()
+                self._scheduler.audit()
         elif self._scheduler.masked_rows.waiting:
             self._inbox.wait(_MASK_MS)
+        elif stands:  # with requests that only lost pages can keep from running
+            self._scheduler.audit()
+            self._inbox.wait(_STANDSTILL_MS)
 
     def _heartbeat(self) -> None:
         self._reporter.heartbeat(self._scheduler.gauges() | self._account.gauges())

@@ -38,6 +38,11 @@ _ALWAYS_COUNTERS = (
     ("asyncengine:host_kv_cache_hit_tokens_total", "host_hit_tokens", "Tokens found in host memory."),
     ("asyncengine:kv_pages_loaded_total", "kv_loads", "Pages copied from host memory to the device."),
     ("asyncengine:kv_pages_stored_total", "kv_stores", "Pages copied from the device to host memory."),
+    (
+        "asyncengine:kv_cache_repairs_total",
+        "cache_repairs",
+        "Times that the KV cache started over: faults in its bookkeeping.",
+    ),
 )
 """Of what an engine need not have: 0 where it says nothing of it."""
 _TOTALS = (

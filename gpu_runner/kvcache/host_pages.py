@@ -19,7 +19,10 @@ class HostPool(PagePool):
     def __init__(self, num_pages: int) -> None:
         """num_pages: pages of host memory; at least 1."""
         super().__init__(num_pages + 1)
-        self._filled_by = np.zeros(num_pages + 1, np.int64)  # [num_pages + 1], ticket of the latest copy into the page
+
+    def start_over(self) -> None:
+        super().start_over()
+        self._filled_by = np.zeros(self.num_pages, np.int64)  # [num_pages + 1], ticket of the latest copy into the page
 
     def fill(self, pages: Int32, ticket: int) -> None:
         """The copy `ticket` fills these pages."""

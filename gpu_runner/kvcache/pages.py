@@ -37,13 +37,17 @@ class PagePool:
         if num_pages < 2:
             raise ValueError(f"num_pages must be at least 2 (the dummy page and one more), got {num_pages}")
         self.num_pages = num_pages
-        self.num_free = num_pages - 1
-        self.num_deferred = 0
         self.completed_epoch = 0
-        self._stack = np.zeros(num_pages, dtype=np.int32)  # [num_pages], the first num_free entries are the free pages
-        self._stack[: self.num_free] = np.arange(num_pages - 1, 0, -1, dtype=np.int32)
-        self._refcount = np.zeros(num_pages, dtype=np.int32)  # [num_pages]
-        self._last_epoch = np.zeros(num_pages, dtype=np.int64)  # [num_pages], latest step that may touch the page
+        self.start_over()
+
+    def start_over(self) -> None:
+        """All pages are free. Nobody may hold any, nor a step that has been launched touch them."""
+        self.num_free = self.num_pages - 1
+        self.num_deferred = 0
+        self._stack = np.zeros(self.num_pages, dtype=np.int32)  # the first num_free entries are the free pages
+        self._stack[: self.num_free] = np.arange(self.num_free, 0, -1, dtype=np.int32)
+        self._refcount = np.zeros(self.num_pages, dtype=np.int32)  # [num_pages]
+        self._last_epoch = np.zeros(self.num_pages, dtype=np.int64)  # [num_pages], latest step that may touch the page
         self._deferred: list[Int32] = []
 
     def allocate(self, count: int) -> Int32:

@@ -66,8 +66,12 @@ class Pins:
         """num_pages: of the tree's pool, tenant_share of which one tenant's sessions may pin."""
         self.tenant_quota = int(tenant_share * num_pages)
         self.total_quota = int(ALL_TENANTS_SHARE * num_pages)
-        self.num_pages = 0  # pinned; one that two tenants have counts for both
         self._tree = tree
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Forget all pins: the tree has to start over too."""
+        self.num_pages = 0  # pinned; one that two tenants have counts for both
         self._tenants: dict[str, _Tenant] = {}  # only those that have pins
 
     def __iter__(self) -> Iterator[Session]:

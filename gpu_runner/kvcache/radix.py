@@ -40,13 +40,17 @@ class RadixTree:
     """Cached prefixes over the pages of `pool`; the tree holds one reference to each page it names."""
 
     def __init__(self, pool: PagePool) -> None:
-        self.num_pages = 0
-        self.num_evictable = 0  # pages of unlocked nodes
         self.num_evict_visits = 0  # nodes looked at by all evictions so far: what eviction costs
         self._pool = pool
+        self._clock = 0
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Forget everything, the pool's references too: it has to start over with the tree."""
+        self.num_pages = 0
+        self.num_evictable = 0  # pages of unlocked nodes
         self._roots: dict[str, Node] = {}  # only roots that have children
         self._lru = RecencyList()  # the unlocked nodes
-        self._clock = 0
 
     def match(self, namespace: str, tokens: Int32) -> Match:
         """Find the longest run of whole cached pages that is a prefix of `tokens` [n]; touches it.
@@ -175,6 +179,20 @@ class RadixTree:
     def pages_held(self) -> Int32:
         """Every page reference the tree holds: [num_pages], a page once per reference."""
         return _joined([node.pages for root in self._roots.values() for node in root.descendants()])
+
+    def check_at_rest(self) -> None:
+        """Compare the counts with the nodes, and all pages with the pool's, where nobody but the tree has any and only
+        pins lock; raises `IntegrityError`. Takes a moment: O(nodes + pages)."""
+        num_pages = num_evictable = 0
+        for root in self._roots.values():
+            for node in root.descendants():
+                require(node.lock_count == sum(node.pins.values()), "a prefix is locked for nobody")
+                num_pages += len(node.pages)
+                num_evictable += 0 if node.lock_count else len(node.pages)
+        require(num_pages == self.num_pages, f"num_pages is {self.num_pages}, the nodes have {num_pages}")
+        require(num_evictable == self.num_evictable, f"num_evictable {self.num_evictable}, should be {num_evictable}")
+        require(not self._pool.num_deferred, f"{self._pool.num_deferred} pages wait for a step that nobody launched")
+        self._pool.check_integrity(self.pages_held())
 
     def check_integrity(self) -> None:
         """Recompute every invariant; raises `IntegrityError`."""

@@ -46,11 +46,18 @@ class Sessions:
         self._pins = pins
         self._host_pins = host_pins
         self._clock = clock
+        self._last_number = 0
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Forget all sessions, and their pins with them: the trees have to start over too."""
+        self._pins.start_over()
+        if self._host_pins is not None:
+            self._host_pins.start_over()
         self._tenants: dict[str, dict[str, Session]] = {}  # by tenant, and name; only tenants that have sessions
         self._ends: list[tuple[int, int, str, str]] = []  # heap of (ends_ns, number, tenant, name), outdated ones too
         self._num_sessions = 0
         self._num_tokens = 0
-        self._last_number = 0
 
     def __len__(self) -> int:
         return self._num_sessions

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Counters:
-    """Rows, tokens and preemptions."""
+    """Rows, tokens and preemptions, and how often the cache started over because its bookkeeping was wrong."""
 
     preemptions: int = 0
     prefill_tokens: int = 0
@@ -16,3 +16,4 @@ class Counters:
     prefix_hit_tokens: int = 0
     finished: int = 0
     aborted: int = 0
+    cache_repairs: int = 0

@@ -244,6 +244,12 @@ class HostTier:
         late = self._loaded_by[pages] > self.done_ticket
         return pages[: int(late.argmax())] if late.any() else pages
 
+    def start_over(self) -> None:
+        """Forget what host memory has. There are no copies under way, nor any rows."""
+        assert not self.busy
+        self.tree.start_over()
+        self.tree.pool.start_over()
+
     # -------------------------------------------------------------------------------------------------- observation
 
     def gauges(self) -> dict[str, int]:

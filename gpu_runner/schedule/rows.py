@@ -281,6 +281,22 @@ class Rows:
             self.tier.ended(node)
         slots.release(slot)
 
+    def check_at_rest(self) -> None:
+        """Whether every page is free or cached, once, while no row has any, no step is in flight and nothing is copied.
+        Raises `IntegrityError`. Takes a moment: O(pages + nodes)."""
+        self.tree.check_at_rest()
+        if self.tier is not None:
+            self.tier.tree.check_at_rest()
+
+    def start_over(self) -> None:
+        """Forget all that is cached, on the device and in host memory, and every session. As `check_at_rest`, only
+        while nothing runs."""
+        self.sessions.start_over()
+        self.tree.start_over()
+        self.pool.start_over()
+        if self.tier is not None:
+            self.tier.start_over()
+
     def _keep(self, request: Request, tokens: Int32) -> None:
         """For the request's session; what of it is not in host memory is to be pinned there once it is."""
         terms = request.terms

@@ -78,6 +78,7 @@ class Slots:
         self.token_cells: Int32 = self.tokens.reshape(-1)  # [slot * max_model_len + position]
         self.page_cells: Int32 = self.page_table.reshape(-1)  # [slot * pages_per_seq + page index]
         self.request: list[Request | None] = [None] * num_slots
+        self.slot_of: dict[int, int] = {}  # by rid, of every request that holds one
         self.node: list[Node | None] = [None] * num_slots  # the locked radix node that ends the row's cached prefix
         self._free = list(range(num_slots - 1, -1, -1))
         self._admissions = 0
@@ -89,7 +90,7 @@ class Slots:
     def take(self, request: Request) -> int:
         """Give a request that never ran here a slot and copy its tokens in."""
         slot = self._free.pop()
-        request.slot = slot
+        request.slot = self.slot_of[request.rid] = slot
         self.request[slot] = request
         self.prompt_len[slot] = request.prompt_len
         self.known[slot] = len(request.tokens)
@@ -119,6 +120,9 @@ class Slots:
 
     def release(self, slot: int) -> None:
         """Free the slot; its generation moves on, so whatever still arrives for the old one is recognised."""
+        request = self.request[slot]
+        assert request is not None
+        del self.slot_of[request.rid]
         self.num_background -= int(self.background[slot])
         self.state[slot] = State.FREE
         self.gen[slot] += 1
@@ -134,6 +138,7 @@ class Slots:
     def check_integrity(self) -> None:
         free = set(self._free)
         assert len(free) == len(self._free), "a slot is on the free list twice"
+        assert len(self.slot_of) == self.num_slots - len(free)
         for slot in range(self.num_slots):
             state = self.state[slot]
             assert (slot in free) == (state == State.FREE), f"slot {slot} is in state {state}"
@@ -143,7 +148,7 @@ class Slots:
                 continue
             request = self.request[slot]
             assert request is not None
-            assert request.slot == slot
+            assert request.slot == slot == self.slot_of[request.rid]
             assert self.prompt_len[slot] == request.prompt_len
             assert request.prompt_len <= len(request.tokens) <= self.known[slot] <= self.limit[slot]
             assert self.scored[slot] <= self.score_end[slot] < self.prompt_len[slot]

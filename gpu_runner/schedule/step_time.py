@@ -177,7 +177,7 @@ class _Slopes:
         most_c = took / context if context else math.inf  # if all of its time came of it
         most_p = took / pairs if pairs else math.inf
         c, p = context - mean.context, pairs - mean.pairs
-        if c and not self._vc:
+        if c and context and not self._vc:  # a step without any says nothing of it
             self._vc = most_c * most_c
         if p and not self._vp:
             self._vp = most_p * most_p

@@ -60,6 +60,7 @@ async def test_gauges_and_totals_have_the_names_that_operators_know(server: Serv
         "kv_loads": 12,
         "kv_stores": 34,
         "pinned_pages": 5,
+        "cache_repairs": 1,
         "step_time_error_permille": 125,
     }
     page = await scrape(server)
@@ -82,6 +83,7 @@ async def test_gauges_and_totals_have_the_names_that_operators_know(server: Serv
         "asyncengine:kv_pages_stored_total": 34,
         "asyncengine:session_pinned_pages": 5,
         "asyncengine:host_session_pinned_pages": 6,
+        "asyncengine:kv_cache_repairs_total": 1,
         "asyncengine:step_time_error_ratio": 0.125,
     }.items():
         assert page[name] == {(): pytest.approx(value)}, name

@@ -31,6 +31,7 @@ class Parts:
         self.calls: list[Any] = []
         self.masked_rows = SimpleNamespace(num_held=0, waiting=0)
         self.num_running, self.queue, self.has_work = 0, (), True
+        self.quiet = 0  # waits in which nothing will arrive
 
     @property
     def copying(self) -> bool:
@@ -66,12 +67,16 @@ class Parts:
         self.calls.append("ask" if ticket is None else f"done {ticket}")
         return self.done
 
+    def audit(self) -> None:
+        self.calls.append("audit")
+
     def drain(self) -> None:
         pass
 
     def wait(self, timeout_ms: int) -> bool:
         self.calls.append(f"wait {timeout_ms}")
-        return True
+        self.quiet -= 1
+        return self.quiet < 0
 
     def turn(self, loop: Loop) -> list[Any]:
         self.calls.clear()
@@ -144,3 +149,19 @@ def test_without_host_memory_nobody_is_asked() -> None:
     parts.transfers.append(batch(1))
     assert parts.turn(loop) == ["plan", "launch A"]
     assert parts.turn(loop) == ["plan", "collect"]
+
+
+def test_requests_that_nothing_keeps_from_running_are_a_reason_to_look_at_the_pages() -> None:
+    parts = Parts(host_pages=0)
+    loop = make_loop(parts)
+    parts.plans.append("A")
+    parts.turn(loop)
+    assert parts.turn(loop) == ["plan", "collect"]
+    assert parts.turn(loop) == ["plan", "audit", "wait 1"]
+
+
+def test_the_pages_are_looked_at_when_nothing_has_arrived_for_a_while() -> None:
+    parts = Parts(host_pages=0)
+    parts.has_work, parts.quiet = False, 2
+    waited = f"wait {int(1000 * HEARTBEAT_SECONDS)}"
+    assert parts.turn(make_loop(parts)) == ["plan", waited, "audit", waited, "audit", waited]

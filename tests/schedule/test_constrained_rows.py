@@ -172,7 +172,7 @@ def test_a_row_that_ends_while_its_mask_is_made_leaves_its_slot_to_another() -> 
     while not engine.outputs.get(0):
         engine.turn()
     engine.turn()
-    slot = engine.scheduler._slot_of[0]
+    slot = engine.scheduler.slots.slot_of[0]
     assert engine.scheduler.slots.state[slot] == State.HELD
     assert engine.scheduler.masked_rows.num_held == 1
     engine.abort(0)

@@ -462,7 +462,7 @@ def test_what_a_preempted_request_loses_and_computes_again_is_told_with_its_next
         assert kinds[-1] == MARK_TOKEN
         lost = [place for place, mark in enumerate(kinds) if mark == MARK_RETRACTED]
         assert all(max(kinds[place + 1 : place + 3]) > 0 for place in lost)  # a token may have been on its way
-    assert not core.scheduler._marks._marks
+    assert not core.scheduler._results._marks._marks
 
 
 def test_the_prefix_cache_is_asked_for_every_token_of_a_request_that_starts() -> None:

@@ -159,7 +159,7 @@ def test_a_row_that_is_cut_short_leaves_what_it_computed(how: str) -> None:
         if how == "abort while retracted":
             agents.core.scheduler._running.store()
             known = int(agents.core.scheduler.slots.known[slot])
-            agents.core.scheduler._retract(slot)
+            agents.core.scheduler._departures.retract(slot)
             assert agents.core.scheduler.slots.state[slot] == State.RETRACTED
         agents.core.abort(rid)
     agents.core.run()

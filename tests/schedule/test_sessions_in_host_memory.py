@@ -158,9 +158,9 @@ def test_a_session_that_ends_while_its_row_waits_retracted_is_kept_in_host_memor
     while len(agents.core.outputs.get(rid, [])) < 2 * PAGE_SIZE + 1:
         agents.core.turn()
     scheduler = agents.core.scheduler
-    slot = scheduler._slot_of[rid]
+    slot = scheduler.slots.slot_of[rid]
     scheduler._running.store()
-    scheduler._retract(slot)
+    scheduler._departures.retract(slot)
     agents.core.abort(rid)
     agents.core.run()
     assert agents.pinned == (6, 6)

@@ -131,6 +131,14 @@ def test_times_never_fall_with_more_to_attend_to_whatever_was_measured() -> None
         assert np.isfinite(at)
 
 
+def test_a_step_without_context_teaches_nothing_of_what_context_takes() -> None:
+    times = StepTime(BUCKETS)
+    times.learn(1_000_000, 256, 1_000, 30_000)
+    times.learn(1_000_000, 256, 0, 30_000)
+    assert [times.step_ns(256, context, 30_000) for context in (0, 50_000)] == [1_000_000, 1_000_000]
+    assert times.error == 0.0
+
+
 def test_a_prompt_takes_its_full_steps_and_one_with_the_rest() -> None:
     times = learned()
     expected = (
