@@ -47,7 +47,7 @@ class DeltaFeed:
         for prompt in deltas.prompts:
             self._prompt(memoryview(deltas.rids).cast("Q")[prompt.row], prompt)
         news: list[int] = []  # when each had news before
-        text, ids = memoryview(deltas.text), memoryview(deltas.ids)
+        text, ids = deltas.text, deltas.ids
         text_start = ids_start = unused = 0
         logprobs: Iterable[Sequence[TokenLogprob]]
         logprobs = repeat((), len(deltas.rids) // 8) if deltas.logprobs is None else unpack(deltas.logprobs)

@@ -50,7 +50,7 @@ class OpenChoice:
         self.shard = shard
         self.attempt.heard = True
 
-    def skip_repeated(self, ids: memoryview) -> memoryview:
+    def skip_repeated(self, ids: bytes) -> bytes:
         """What is new of `ids`, an int32 array as bytes."""
         count = min(self.repeated, len(ids) // 4)
         self.repeated -= count

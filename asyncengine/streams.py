@@ -167,8 +167,8 @@ class RequestStream:
     def feed(
         self,
         index: int,
-        text: memoryview,
-        ids: memoryview,
+        text: bytes | memoryview,
+        ids: bytes | memoryview,
         *,
         finish: int,
         stop_reason: int,
@@ -187,26 +187,27 @@ class RequestStream:
             choice.first_seen = now
             choice.prompt_tokens = prompt_tokens
             choice.cached_tokens = cached_tokens
-        if finish == Finish.ERROR:
-            message = f"the model produced token id {stop_reason}, which is outside its tokenizer's vocabulary"
-            self.fail(EngineError(message, code="invalid_output_token"), gone=index)
-            return before
-        if finish == Finish.ABORT:  # of an abort that came from here, nothing more would be heard
-            error = EngineDeadError("the engine stopped before the answer was complete", code="aborted")
-            self.fail(error, gone=index)
-            return before
+        if finish:
+            if finish == Finish.ERROR:
+                message = f"the model produced token id {stop_reason}, which is outside its tokenizer's vocabulary"
+                self.fail(EngineError(message, code="invalid_output_token"), gone=index)
+                return before
+            if finish == Finish.ABORT:  # of an abort that came from here, nothing more would be heard
+                error = EngineDeadError("the engine stopped before the answer was complete", code="aborted")
+                self.fail(error, gone=index)
+                return before
+            choice.finish = finish
+            choice.stop_reason = stop_reason
+            self._unfinished.discard(index)
         choice.text += text
         choice.text_bytes += len(text)
         choice.ids.frombytes(ids)
         if logprobs:
             choice.logprobs += logprobs
             choice.num_logprobs += len(logprobs)
-        if finish:
-            choice.finish = finish
-            choice.stop_reason = stop_reason
-            self._unfinished.discard(index)
         self._pending[index] = None
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
         return before
 
     def fail(self, error: EngineError, *, gone: int | None = None) -> None:
@@ -296,6 +297,7 @@ class RequestStream:
         text, ids, logprobs = choice.text, choice.ids[choice.taken :], choice.logprobs
         choice.text, choice.taken, choice.logprobs = bytearray(), len(choice.ids), []
         prompt_logprobs, choice.prompt_logprobs = choice.prompt_logprobs, None
+        ends = choice.finish != 0
         return Delta(
             index=index,
             text=text.decode("utf-8", "replace"),
@@ -305,11 +307,11 @@ class RequestStream:
             session_tokens=choice.session_tokens,
             first_differing_token=choice.differs_at,
             completion_tokens=choice.taken,
-            finish_reason=FINISH_REASONS[Finish(choice.finish)] if choice.finish else None,
-            stop_reason=self._stop_reason(choice),
+            finish_reason=FINISH_REASONS[Finish(choice.finish)] if ends else None,
+            stop_reason=self._stop_reason(choice) if ends else None,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            timeline=self.timeline(index) if choice.finish and self.arrived else None,
+            timeline=self.timeline(index) if ends and self.arrived else None,
         )
 
     def _stop_reason(self, choice: _Choice) -> int | str | None:

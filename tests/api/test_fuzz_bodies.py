@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import re
 from typing import Any
+from urllib.parse import quote_from_bytes, unquote
 
-from api_server import CHAT, COMPLETIONS
+from api_server import CHAT, COMPLETIONS, serving
+from fake_backend import FakeBackend
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fuzzing import counted, mutate, slice_of
+from yarl import URL
 
 from asyncengine.api.chat_turn import chat_turn
 from asyncengine.api.prompts import completion_prompts
-from asyncengine.api.schema import parse_chat, parse_completion
+from asyncengine.api.schema import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from asyncengine.engine_info import EngineInfo
 from asyncengine.errors import InvalidRequestError
+from asyncengine.request_terms import resolve_terms
 
 LIBRARIES = re.compile(
     r"msgspec|aiohttp|tokenizers|jinja|torch|llguidance|pydantic|uvloop|numpy|zmq|Traceback|Struct|\.py\b|0x[0-9a-f]{6}"
@@ -48,6 +52,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "stream": True,
         "stream_options": {"include_usage": True},
         "structured_outputs": {"choice": ["a"]},
+        "service_class": "background",
     },
     CHAT: {
         "messages": [
@@ -61,6 +66,9 @@ BODIES: dict[str, dict[str, Any]] = {
         "chat_template_kwargs": {"enable_thinking": True},
         "temperature": 0.5,
         "seed": 7,
+        "service_class": "interactive",
+        "session": "s",
+        "session_ttl_seconds": 0.5,
     },
 }
 ODD: st.SearchStrategy[Any] = st.one_of(
@@ -86,13 +94,23 @@ def changed(body: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 def take_in(path: str, raw: bytes) -> None:
-    """What the routes do with a body before anything is queued."""
+    """What the routes and the engine do with a body before anything is queued."""
+    asked: CompletionRequest | ChatRequest
     if path == COMPLETIONS:
-        completion = parse_completion(raw).request
-        completion_prompts(completion)
-        completion.sampling_params()
+        asked = parse_completion(raw).request
+        completion_prompts(asked)
+        asked.sampling_params()
     else:
-        chat_turn(parse_chat(raw).request, INFO)
+        asked = parse_chat(raw).request
+        chat_turn(asked, INFO)
+    resolve_terms(
+        {
+            "service_class": asked.service_class,
+            "session": asked.session,
+            "session_ttl_seconds": asked.session_ttl_seconds,
+        },
+        default_class="interactive",
+    )
 
 
 def test_changed_bodies_are_taken_or_refused_in_words_of_our_own() -> None:
@@ -119,3 +137,28 @@ def test_changed_bodies_are_taken_or_refused_in_words_of_our_own() -> None:
 
     with counted("HTTP bodies") as tried:
         fuzz()
+
+
+async def test_whatever_names_a_session_in_a_path_it_is_released_or_refused_in_words_of_our_own() -> None:
+    backend = FakeBackend()
+
+    @slice_of(80)
+    @given(st.one_of(st.binary(max_size=140), st.text(max_size=140).map(str.encode)))
+    def fuzz(name: bytes) -> None:
+        names.append(quote_from_bytes(name, safe=b"%"[: len(name) % 2]))
+
+    names: list[str] = []
+    fuzz()
+    async with serving(backend) as server:
+        for name in names:
+            url = URL(f"{server.url}/v1/sessions/{name}/release", encoded=True)
+            async with server.session.post(url) as response:
+                text = await response.text()
+            assert response.status == 200 or 400 <= response.status < 500, (name, text)
+            assert not LIBRARIES.search(text) or LIBRARIES.search(unquote(name)), text
+            if response.status == 200:
+                assert backend.released.pop() == ("", json.loads(text)["session"])
+        assert not backend.released
+        assert (await server.session.get(f"{server.url}/health")).status == 200
+    with counted("names of sessions") as tried:
+        tried.append(len(names))

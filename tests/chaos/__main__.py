@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shlex
 import signal
 import sys
+from dataclasses import replace
 
 from chaos.report import failure_report, report
 from chaos.run import Outcome, Plan, model_plan, run_chaos, scripted_plan
@@ -30,7 +32,7 @@ async def _run(plan: Plan) -> Outcome:
 def _plan(args: argparse.Namespace) -> Plan:
     make = model_plan if args.runner == "model" else scripted_plan
     given = {"cases": args.cases, "rate": args.rate, "limit": args.limit}
-    return make(
+    plan = make(
         seed=args.seed,
         seconds=args.seconds,
         api_workers=args.api_workers,
@@ -38,6 +40,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         stops_per_second=args.stops,
         **{name: value for name, value in given.items() if value is not None},
     )
+    return replace(plan, setup=replace(plan.setup, args=(*plan.setup.args, *shlex.split(args.serve))))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -53,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cases", type=int, help="different requests")
     parser.add_argument("--rate", type=float, help="requests a second, besides bursts and in the mean")
     parser.add_argument("--limit", type=float, help="seconds after which a request counts as hanging")
+    parser.add_argument("--serve", default="", metavar="ARGS", help="more flags for the server, as one text")
     return parser
 
 

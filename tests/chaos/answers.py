@@ -131,4 +131,13 @@ def _add(data: Any, answer: Answer) -> None:
     if usage := data.get("usage"):
         if answer.usage is not None:
             raise WrongAnswerError("there is a second usage")
+        _check(usage)
         answer.usage = usage["prompt_tokens"], usage["completion_tokens"]
+
+
+def _check(usage: Any) -> None:
+    """What is told of the cache and of the session depends on who came before, but not on nothing."""
+    prompt, details = usage["prompt_tokens"], usage["prompt_tokens_details"]
+    differs, session = details.get("first_differing_token"), details.get("session_tokens", 0)
+    if details["cached_tokens"] > prompt or (differs is not None and (differs >= session or differs > prompt)):
+        raise WrongAnswerError(f"the usage contradicts itself: {usage}")

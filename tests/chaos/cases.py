@@ -26,6 +26,11 @@ class Case:
     path: str
     body: Body
 
+    @property
+    def may_have_session(self) -> bool:
+        """A session is of one prompt."""
+        return self.kind != Writer.several_prompts.__name__
+
     def request(self, *, stream: bool) -> Body:
         """The body to send. Token ids are always asked for, and so is usage."""
         asked = self.body | {"return_token_ids": True}

@@ -97,6 +97,8 @@ async def _gauge_problems(setup: Setup, client: Client) -> list[str]:
     metrics = (await client.get("/metrics")).body.decode()
     running, waiting = _gauge(metrics, "vllm:num_requests_running"), _gauge(metrics, "vllm:num_requests_waiting")
     problems = [] if running == waiting == 0 else [f"{running} requests are running and {waiting} waiting"]
+    if (pinned := _gauge(metrics, "asyncengine:session_pinned_pages")) > 0:
+        problems.append(f"{pinned} pages are kept for sessions, all of which have ended")
     pages = [_gauge(metrics, f"asyncengine:kv_cache_{name}pages") for name in ("free_", "cached_", "")]
     if pages[0] + pages[1] != pages[2]:
         problems.append(f"{pages[0]} pages are free and {pages[1]} cached, of {pages[2]}")

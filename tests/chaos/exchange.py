@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from chaos.terms import OPERATOR, Key
+
 Manner = Literal["plain", "slow", "close", "reset"]
 
 SLOW_BUFFER_BYTES = 4096
@@ -49,12 +51,15 @@ class Client:
     limit: float = 120.0
     heard: Heard = lambda before, now: None
 
-    async def post(self, path: str, body: Any, *, manner: Manner = "plain", leave_after: float = 0.0) -> Reply:
+    async def post(
+        self, path: str, body: Any, *, key: Key = OPERATOR, manner: Manner = "plain", leave_after: float = 0.0
+    ) -> Reply:
         """leave_after: seconds from the request's sending at which a client that leaves does so."""
-        return await self.send(request_bytes(path, json.dumps(body).encode()), manner=manner, leave_after=leave_after)
+        request = request_bytes(path, json.dumps(body).encode(), key=key.text)
+        return await self.send(request, manner=manner, leave_after=leave_after)
 
     async def get(self, path: str) -> Reply:
-        return await self.send(f"GET {path} HTTP/1.1\r\nHost: chaos\r\nConnection: close\r\n\r\n".encode())
+        return await self.send(f"GET {path} HTTP/1.1\r\n{_headers(OPERATOR.text)}\r\n".encode())
 
     async def send(self, request: bytes, *, manner: Manner = "plain", leave_after: float = 0.0) -> Reply:
         """Send raw bytes and read what comes back until the server closes the connection."""
@@ -94,9 +99,13 @@ class Client:
             last = now
 
 
-def request_bytes(path: str, body: bytes) -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nHost: chaos\r\nConnection: close\r\nContent-Type: application/json\r\n"
+def request_bytes(path: str, body: bytes, *, key: str = OPERATOR.text) -> bytes:
+    head = f"POST {path} HTTP/1.1\r\n{_headers(key)}Content-Type: application/json\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def _headers(key: str) -> str:
+    return f"Host: chaos\r\nConnection: close\r\nAuthorization: Bearer {key}\r\n"
 
 
 def _parse(received: bytes, reply: Reply) -> None:

@@ -15,7 +15,8 @@ from chaos.answers import Answer, WrongAnswerError, answer_of, departure, differ
 from chaos.arrivals import Row, burst_times, trace_times
 from chaos.cases import Case
 from chaos.exchange import Client, Manner, Reply
-from chaos.malformed import MALFORMED, refused
+from chaos.malformed import REFUSED, refused
+from chaos.terms import Terms, draw_terms
 
 MANNERS: dict[Manner, int] = {"plain": 76, "slow": 6, "close": 9, "reset": 9}
 """Of a hundred requests."""
@@ -43,6 +44,7 @@ class Arrival:
     stream: bool
     manner: Manner
     leave_after: float
+    terms: Terms
 
 
 def draw_arrivals(rng: random.Random, trace: Sequence[Row], *, rate: float, cases: int) -> Iterator[Arrival]:
@@ -56,10 +58,11 @@ def draw_arrivals(rng: random.Random, trace: Sequence[Row], *, rate: float, case
             yield Arrival(
                 at=at,
                 case=None if rng.random() < MALFORMED_SHARE else rng.randrange(cases),
-                pick=rng.randrange(len(MALFORMED)),
+                pick=rng.randrange(len(REFUSED)),
                 stream=rng.random() < STREAM_SHARE,
                 manner=rng.choices(list(MANNERS), list(MANNERS.values()))[0],
                 leave_after=rng.uniform(0, MAX_STAY_SECONDS),
+                terms=draw_terms(rng),
             )
 
 
@@ -100,8 +103,8 @@ class Load:
             self._room.release()
 
     async def _send_malformed(self, arrival: Arrival) -> None:
-        self.tally["malformed"] += 1
-        request = MALFORMED[arrival.pick]
+        self.tally["refused"] += 1
+        request = REFUSED[arrival.pick]
         reply = await self._client.send(request)
         if not refused(reply):
             self._fail(
@@ -110,17 +113,37 @@ class Load:
 
     async def _ask(self, arrival: Arrival, case: Case, expected: Answer) -> None:
         self.tally["asked"] += 1
-        body = case.request(stream=arrival.stream)
-        deadline = time.monotonic() + self._client.limit
-        while True:
-            reply = await self._client.post(case.path, body, manner=arrival.manner, leave_after=arrival.leave_after)
-            if reply.status not in TRY_AGAIN or time.monotonic() > deadline:
-                break
-            self.tally["sent again"] += 1
-            await asyncio.sleep(TRY_AGAIN_SECONDS)
+        body = case.request(stream=arrival.stream) | arrival.terms.fields(session=case.may_have_session)
+        releasing = asyncio.create_task(self._release(arrival)) if case.may_have_session else None
+        reply = await self._post(arrival, case.path, body, arrival.manner)
         wrong = self._judge(reply, expected)
         if wrong:
             self._fail(arrival, f"case {case.number} ({case.kind}): POST {case.path} {json.dumps(body)}", wrong)
+        if releasing is not None:
+            await releasing
+
+    async def _release(self, arrival: Arrival) -> None:
+        """Release the session of an arrival, if that is to be; it may not have begun, or be over already."""
+        if arrival.terms.release_after is None:
+            return
+        await asyncio.sleep(arrival.terms.release_after)
+        self.tally["releases"] += 1
+        path = f"/v1/sessions/{arrival.terms.session['session']}/release"
+        reply = await self._post(arrival, path, {}, "plain")
+        if reply.broken or reply.status != 200:
+            self._fail(arrival, f"POST {path}", f"not released: {reply.status} {reply.broken} {reply.body[:300]!r}")
+
+    async def _post(self, arrival: Arrival, path: str, body: object, manner: Manner) -> Reply:
+        """The answer, asked for until there is room for it."""
+        deadline = time.monotonic() + self._client.limit
+        while True:
+            reply = await self._client.post(
+                path, body, key=arrival.terms.key, manner=manner, leave_after=arrival.leave_after
+            )
+            if reply.status not in TRY_AGAIN or time.monotonic() > deadline:
+                return reply
+            self.tally["sent again"] += 1
+            await asyncio.sleep(TRY_AGAIN_SECONDS)
 
     def _judge(self, reply: Reply, expected: Answer) -> str:
         try:

@@ -43,10 +43,20 @@ def _figures(outcome: Outcome) -> Iterator[str]:
     tally = outcome.tally
     yield f"{_subject(outcome)}, seed {outcome.plan.seed}; {outcome.seconds:.0f} s in all"
     yield ""
-    yield "| requests | right | wrong or failed | left by the client | sent again | malformed | kills | stops |"
-    yield "|---|---|---|---|---|---|---|---|"
-    counts = [tally[name] for name in ("asked", "right", "wrong", "left early", "sent again", "malformed")]
-    yield f"| {' | '.join(map(str, [*counts, len(outcome.kills), outcome.stops]))} |"
+    counts: dict[str, int] = {
+        "requests": tally["asked"],
+        "right": tally["right"],
+        "wrong or failed": tally["wrong"],
+        "left by the client": tally["left early"],
+        "sent again": tally["sent again"],
+        "releases": tally["releases"],
+        "refused": tally["refused"],
+        "kills": len(outcome.kills),
+        "stops": outcome.stops,
+    }
+    yield f"| {' | '.join(counts)} |"
+    yield "|---" * len(counts) + "|"
+    yield f"| {' | '.join(map(str, counts.values()))} |"
     yield ""
     yield "How long streams were silent across a kill (ms from the last bytes before it to the first ones after):"
     yield ""

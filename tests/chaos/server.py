@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from chaos.terms import KEYS
 from support.python_path import PYTHON_PATH
 
 START_SECONDS = 180
@@ -44,7 +45,12 @@ class Setup:
 def scripted(api_workers: int, *, step_ms: float = 20.0) -> Setup:
     """One row's token every `step_ms`."""
     args = ("--max-num-seqs", "128", "--max-model-len", "1024")
-    return Setup("support.scripted_cli", api_workers, args, (("ASYNCENGINE_SCRIPT", json.dumps({"step_ms": step_ms})),))
+    return Setup(
+        "support.scripted_cli",
+        api_workers,
+        args,
+        (("ASYNCENGINE_SCRIPT", json.dumps({"step_ms": step_ms, "sessions": True})),),
+    )
 
 
 def cpu_model(api_workers: int) -> Setup:
@@ -84,12 +90,14 @@ async def running(setup: Setup) -> AsyncIterator[Server]:
     """A server for as long as the block lasts. Raises RuntimeError when it does not start."""
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))  # short: it is part of the names of sockets
     (folder / "t").mkdir()
+    keys = folder / "keys"
+    keys.write_text("".join(f"{key.line}\n" for key in KEYS))
     environ = {"PYTHONPATH": PYTHON_PATH, "TMPDIR": str(folder / "t"), **dict(setup.environ)}
     with (folder / "stderr").open("wb") as stderr:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", setup.module, "serve", "--port", "0", "--device", "cpu", *setup.args),
             *("--api-workers", str(setup.api_workers), "--tokenizer-workers", "2", "--detokenizer-workers", "2"),
-            *("--max-crashes", str(NEVER)),
+            *("--max-crashes", str(NEVER), "--api-key-file", str(keys)),
             env=os.environ | environ,
             stdout=PIPE,
             stderr=stderr,

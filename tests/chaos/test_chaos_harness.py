@@ -15,7 +15,7 @@ from chaos.cases import KINDS, Lengths, make_cases
 from chaos.exchange import Reply
 from chaos.faults import Kill, Saboteur, draw_faults
 from chaos.load import draw_arrivals
-from chaos.malformed import MALFORMED, refused
+from chaos.malformed import REFUSED, refused
 from chaos.report import percentile
 from chaos.samples import History, slope
 
@@ -36,7 +36,11 @@ def whole(*, text: str = "one two", ids: tuple[int, ...] = (7, 8, 9)) -> Reply:
     return Reply(200, {"content-type": "application/json"}, body, complete=True)
 
 
-USAGE = {"usage": {"prompt_tokens": 3, "completion_tokens": 3}}
+def usage(**details: int) -> dict[str, Any]:
+    return {"usage": {"prompt_tokens": 3, "completion_tokens": 3, "prompt_tokens_details": details}}
+
+
+USAGE = usage(cached_tokens=3, session_tokens=4, first_differing_token=2)
 ENTRY = {"logprobs": {"tokens": ["a"], "token_logprobs": [-1.5], "top_logprobs": [{"a": -1.5}]}}
 
 
@@ -57,6 +61,11 @@ def test_a_stream_and_a_whole_answer_have_one_form() -> None:
         (stream(event("x", "stop"), event("y", "stop"), "[DONE]"), "choice 0 goes on after its finish_reason"),
         (stream(event("x", "stop"), "[DONE]"), "there is no usage"),
         (stream(event("x", "stop"), USAGE | {"choices": []}, USAGE | {"choices": []}, "[DONE]"), "a second usage"),
+        (stream({"choices": []} | usage(cached_tokens=4), "[DONE]"), "the usage contradicts itself"),
+        (
+            stream({"choices": []} | usage(cached_tokens=0, first_differing_token=0), "[DONE]"),
+            "the usage contradicts itself",
+        ),
         (stream(event("x"), {"error": {"message": "lost"}}), "0 times [DONE]"),
         (stream(event("x"), {"error": {"message": "lost"}}, "[DONE]"), "an error within the answer"),
         (Reply(500, {"content-type": "application/json"}, b"{}", complete=True), "HTTP 500"),
@@ -106,7 +115,7 @@ def test_a_refusal_is_a_status_or_the_connections_end() -> None:
     assert not refused(Reply(200))
     assert not refused(Reply(500))
     assert not refused(Reply(0, broken="no end after 120 s"))
-    assert len(set(MALFORMED)) == len(MALFORMED)
+    assert len(set(REFUSED)) == len(REFUSED)
 
 
 def test_a_seed_draws_the_same_run_again_and_another_seed_another() -> None:

@@ -27,6 +27,6 @@ async def test_nothing_is_lost_whatever_is_killed_or_stopped_and_whoever_leaves(
     tally = outcome.tally
     assert tally["asked"] == tally["right"] + tally["left early"] > 40
     assert tally["right"] > tally["left early"]
-    assert tally["malformed"] > 0
+    assert tally["refused"] > 0
     assert len(outcome.kills) >= 4
     assert outcome.stops > 0

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from support.command_line import Command, all_gone, running
 
-ENDLESS = {"prompt": "go", "max_tokens": 8000, "stream": True}
+ENDLESS = {"prompt": [40, 41], "max_tokens": 1900, "ignore_eos": True, "stream": True}
+SLOW: dict[str, object] = {"step_ms": 5, "endless_from": 1900}
 
 
 @pytest.fixture
@@ -62,9 +63,7 @@ def last_events(response: HTTPResponse) -> list[str]:
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_running_requests_end_by_themselves_and_new_ones_are_refused(short_path: Path, workers: str) -> None:
     options = ["--api-workers", workers, "--drain-timeout-seconds", "1000"]
-    with running(
-        short_path, "serve", "--port", "0", *options, tokens=[40] * 8000, step_ms=5, max_model_len=8192
-    ) as command:
+    with running(short_path, "serve", "--port", "0", *options, **SLOW) as command:
         url, response = begin(command)
         children = command.children()
         command.process.terminate()
@@ -95,9 +94,7 @@ def test_running_requests_end_by_themselves_and_new_ones_are_refused(short_path:
 @pytest.mark.parametrize(("seconds", "signals"), [("1000", 2), ("0.1", 1)])
 def test_a_second_signal_or_the_time_out_ends_them(short_path: Path, seconds: str, signals: int) -> None:
     options = ["--drain-timeout-seconds", seconds]
-    with running(
-        short_path, "serve", "--port", "0", *options, tokens=[40] * 8000, step_ms=5, max_model_len=8192
-    ) as command:
+    with running(short_path, "serve", "--port", "0", *options, **SLOW) as command:
         url, response = begin(command)
         command.process.terminate()
         if signals == 2:

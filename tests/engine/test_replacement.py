@@ -272,8 +272,8 @@ async def test_a_sidecar_that_stays_silent_is_killed_and_replaced(caplog: pytest
     heard = Heard()
     async with started(heard, EngineConfig(hang_timeout_seconds=1, max_crashes=99)) as supervisor:
         os.kill(supervisor.pids()["detokenizer_proc"], signal.SIGSTOP)
-        await until(lambda: heard.relinks != [])
-        assert ("detokenizer_proc", 0, 1) in heard.relinks
+        # on a busy machine others may be silent for a second, too
+        await until(lambda: ("detokenizer_proc", 0, 1) in heard.relinks)
     assert "detokenizer_proc gave no sign of life for 1 s and was killed; it is being replaced" in caplog.messages
 
 

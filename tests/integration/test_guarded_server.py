@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -269,7 +270,7 @@ async def losses_and_malformed_requests(server: Guarded) -> None:
                 await asyncio.sleep(0.05)
     for raw in MALFORMED:
         for key in (FILE_KEY, WRONG_KEY):
-            line, _, rest = raw.partition(b"\r\n")
+            line, _, rest = re.sub(rb"Authorization: .*\r\n", b"", raw).partition(b"\r\n")
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
             writer.write(b"\r\n".join((line, f"Authorization: Bearer {key}\r\nX-Api-Key: {key}".encode(), rest)))
             writer.write_eof()

@@ -19,7 +19,7 @@ import pytest_asyncio
 from support.command_line import all_gone
 from support.eventually import eventually
 
-from asyncengine import AsyncEngine, EngineConfig, SamplingParams
+from asyncengine import AsyncEngine, EngineConfig, SamplingParams, collect
 from asyncengine.api.app import bound_port, run_app
 from asyncengine.errors import EngineError, InvalidRequestError
 from asyncengine.sampling import Structured
@@ -307,17 +307,16 @@ async def test_who_leaves_while_a_schema_is_checked_leaves_nothing_behind(engine
 
 
 async def test_a_killed_mask_process_costs_the_rows_that_waited_for_it_and_no_others(engine: AsyncEngine) -> None:
-    bound = SamplingParams(max_tokens=200, structured=Structured("regex", "[a-z ]{150,200}"), seed=1)
-    free = SamplingParams(max_tokens=30, ignore_eos=True, seed=1)
+    bound = SamplingParams(max_tokens=400, structured=Structured("regex", "[a-z ]{2000,}"), seed=1)
+    free = SamplingParams(max_tokens=60, ignore_eos=True, seed=1)
     expected = await tokens_of(engine, "Once", free)
     masks = grammar_processes(engine)[0]  # the first that was started
-    lost = asyncio.create_task(tokens_of(engine, "Rome", bound))
     neighbour = asyncio.create_task(tokens_of(engine, "Once", free))
-    await eventually(lambda: engine.gauges()["running"] == 2)
-    await asyncio.sleep(0.2)
-    os.kill(masks, signal.SIGKILL)
-    with pytest.raises(EngineError, match="was lost"):
-        await lost
+    async with aclosing(engine.generate("Rome", bound)) as lost:
+        await anext(lost)
+        os.kill(masks, signal.SIGKILL)
+        with pytest.raises(EngineError, match="was lost"):
+            await collect(lost)
     assert await neighbour == expected
     again = SamplingParams(max_tokens=20, structured=Structured("choice", '["once more"]'))
     assert await tokens_of(engine, "Rome", again)

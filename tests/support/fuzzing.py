@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -89,4 +90,26 @@ def _changed(tree: Any, draw: Callable[[Any], Any]) -> Any:
         at = 4 * draw(st.integers(0, len(tree) // 4 - 1))
         number = draw(st.sampled_from([odd for odd in ODD if -(2**31) <= odd < 2**31]))
         return tree[:at] + number.to_bytes(4, "little", signed=True) + tree[at + 4 :]
-    return draw(st.sampled_from((*ODD, None, True, 0.5, "", "x", b"", b"\xff" * 4, bytes(8), [], [1], tree, tree)))
+    return draw(
+        st.sampled_from(
+            (
+                *ODD,
+                None,
+                True,
+                0.5,
+                -0.5,
+                1e300,
+                math.inf,
+                math.nan,
+                "",
+                "x",
+                b"",
+                b"\xff" * 4,
+                bytes(8),
+                [],
+                [1],
+                tree,
+                tree,
+            )
+        )
+    )

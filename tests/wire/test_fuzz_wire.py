@@ -25,12 +25,13 @@ from asyncengine.prompt_messages import PromptMessage
 from asyncengine.request_terms import targets_of
 from asyncengine.sampling import SamplingParams
 from asyncengine.streams import RequestStream
+from asyncengine.terms import Terms
 from asyncengine.tokenizer_links import TokenizerLink
 from asyncengine.wire.answers import Deltas, Marks, PromptColumns, ToEngine
 from asyncengine.wire.base import Finish
 from asyncengine.wire.frames import Open, RowMarks, StepFrame, ToDetokenizer
 from asyncengine.wire.pipes import Receiver, Sender
-from asyncengine.wire.requests import Abort, EncodeText, ToRunner, ToRunnerControl, ToTokenizer
+from asyncengine.wire.requests import Abort, EncodeText, ReleaseSession, ToRunner, ToRunnerControl, ToTokenizer
 
 EVERYTHING = msgspec.structs.replace(
     DELTAS,
@@ -38,6 +39,17 @@ EVERYTHING = msgspec.structs.replace(
     marks=Marks(ints(0, 1), ints(1, 3), bytes(48)),
 )
 """Deltas with all that they may have."""
+VALID: tuple[msgspec.Struct, ...] = (
+    FRAME,
+    msgspec.structs.replace(
+        FRAME, opens=(msgspec.structs.replace(FRAME.opens[0], session_tokens=3, session_common=2), FRAME.opens[1])
+    ),
+    EVERYTHING,
+    GENERATE,
+    msgspec.structs.replace(GENERATE, terms=Terms("a", "background", "s", 5.0)),
+    EncodeText(7, "a", SamplingParams(n=2, seed=0), "", terms=Terms("a", "background", "s", 5.0)),
+    ReleaseSession("a", "s"),
+)
 
 
 class Frames:
@@ -84,7 +96,7 @@ def test_random_and_mutated_bytes_are_a_message_or_none(types: Any) -> None:
     @slice_of(150)
     @given(st.data())
     def fuzz(data: st.DataObject) -> None:
-        valid = data.draw(st.sampled_from([ENCODE(FRAME), ENCODE(EVERYTHING), ENCODE(GENERATE), b""]))
+        valid = data.draw(st.sampled_from([*map(ENCODE, VALID), b""]))
         raw = mutate(valid, data.draw) if valid else data.draw(st.binary(max_size=64))
         messages, malformed = received(types, raw)
         assert len(messages) + malformed == 1
