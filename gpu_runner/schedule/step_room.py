@@ -16,7 +16,10 @@ PREFILL_SHARE = 1 / 3
 whose steps are slow by themselves would else hardly admit anybody. It is up to twice as much the further decoding alone
 misses the target, which nothing keeps then."""
 LEAST_TOKENS = 16
-"""A step with prefill has so many tokens of it where fewer would not be in time either."""
+LEAST_SHARE = 32
+"""A step with prefill has no fewer tokens of it than these, nor than one in so many of the largest step's, in time or
+not: a chunk costs a step whatever its size, and a prompt in chunks of a few tokens costs everybody more than it spares
+them."""
 _MAX_MARGIN = 0.2
 
 
@@ -33,6 +36,7 @@ class StepRoom:
         self._tokens = tokens
         self._context = context
         self._pairs = 0
+        self._least = max(LEAST_TOKENS, buckets[-1] // LEAST_SHARE)
 
     def take(self, position: int, length: int) -> int:
         """How many of the row's next `length` tokens, behind `position` others, the step has room for; it holds them
@@ -44,12 +48,12 @@ class StepRoom:
             first = bisect_right(buckets, tokens)
             last = bisect_left(buckets, tokens + length)
             fits = bisect_left(range(first, last), True, key=lambda i: not self._fits_bucket(i, position)) + first
-            if fits > first:
-                length = buckets[fits - 1] - tokens
-            elif self._pairs:
-                return 0
-            else:
-                length = min(length, bucket_for(buckets, min(tokens + LEAST_TOKENS, buckets[-1])) - tokens)
+            room = buckets[fits - 1] - tokens if fits > first else 0
+            if room < self._least:
+                if self._pairs:
+                    return 0
+                room = bucket_for(buckets, min(tokens + self._least, buckets[-1])) - tokens
+            length = min(length, room)
         self._tokens += length
         self._pairs += attended_pairs(position, length)
         return length

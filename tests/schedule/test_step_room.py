@@ -11,7 +11,7 @@ from asyncengine.terms import Terms
 from gpu_runner.schedule.buckets import bucket_for, token_buckets
 from gpu_runner.schedule.plan import StepPlan, StepResult
 from gpu_runner.schedule.scheduler import Scheduler
-from gpu_runner.schedule.step_room import LEAST_TOKENS
+from gpu_runner.schedule.step_room import LEAST_SHARE, LEAST_TOKENS
 from gpu_runner.schedule.step_time import StepTime, attended_pairs
 
 MS = 10**6
@@ -159,9 +159,11 @@ def test_a_device_that_could_just_keep_the_target_by_decoding_alone_leaves_a_thi
 
 
 def test_where_not_even_a_few_tokens_are_in_time_a_step_has_them_all_the_same() -> None:
-    steps = Steps(token_ns=60 * MS, base_ns=0).decoding(1)
-    steps.add(4000)
-    assert chunks(steps.step()) == [bucket_for(token_buckets(BUDGET), 1 + LEAST_TOKENS) - 1]
+    least = max(LEAST_TOKENS, BUDGET // LEAST_SHARE)
+    for token_ms in (60, 14):  # of which not one is in time, or three
+        steps = Steps(token_ns=token_ms * MS, base_ns=0).decoding(1)
+        steps.add(4000)
+        assert chunks(steps.step()) == [bucket_for(token_buckets(BUDGET), 1 + least) - 1]
 
 
 @pytest.mark.parametrize("rows", [1, 31, 32, 60])
