@@ -48,13 +48,18 @@ OPTIONS: Mapping[str, Option] = {
     "interactive_gap_ms": Option(
         "between two tokens of an interactive request; chunks of prompts are cut so that steps keep to it", "MS"
     ),
-    "interactive_ttft_ms": Option("to the first token of an interactive request", "MS"),
+    "interactive_ttft_ms": Option(
+        "to the first token of an interactive request; what is later counts as late on /metrics, nothing else", "MS"
+    ),
     "background_gap_ms": Option("as --interactive-gap-ms, of background requests where no interactive one runs", "MS"),
     "background_ttft_ms": Option("as --interactive-ttft-ms, of background requests", "MS"),
     "kv_host_memory_gib": Option(
-        "pinned host memory for the KV of prefixes that have no room on the device; 0 = none", "GIB"
+        "pinned host memory for copies of KV, to load what the device has given up; 0 = none", "GIB"
     ),
-    "session_pin_share": Option("of the KV cache, what the sessions of one tenant may keep, from 0 to 1", "SHARE"),
+    "session_pin_share": Option(
+        "of the KV cache, what the sessions of one tenant may keep, from 0 to 1; those of all tenants may keep half",
+        "SHARE",
+    ),
     "queue_timeout_seconds": Option("a request that gets no first token for so long ends with a 503", "SECONDS"),
     "request_timeout_seconds": Option("a request that is not complete after so long ends with an error", "SECONDS"),
     "chat_template": Option("a Jinja file for chats", "FILE", "the model's own template"),

@@ -177,7 +177,8 @@ def test_labels_survive_the_format(text: str) -> None:
 def test_the_dashboard_asks_for_nothing_that_is_not_on_the_page(backend: FakeBackend) -> None:
     every_gauge = dict.fromkeys((key for _, key, _ in (*_GAUGES, *_COUNTERS)), 1)
     every_gauge |= {"gpu_busy_permille": 1, "waiting_for_pages": 1}
-    page = metrics_text(model=MODEL, health=backend.health, gauges=every_gauge, totals=backend.totals()).decode()
+    totals = msgspec.structs.replace(backend.totals(), tenants={"a": TenantTokens(prompt=1, output=1)})
+    page = metrics_text(model=MODEL, health=backend.health, gauges=every_gauge, totals=totals).decode()
     families = list(text_string_to_metric_families(page))
     there = {sample.name for family in families for sample in family.samples}
     labels = {label for family in families for sample in family.samples for label in sample.labels}
