@@ -116,13 +116,12 @@ class Admission:
         if self._blocked is not before:
             self._refused = 0
 
-    def join_prefill(self, slot: int, place: int | None = None) -> None:
-        """A row prefills from now on, before those that are in this place of their order and behind; None: in that
-        which its request has among them."""
-        if place is None:
-            request = self._slots.request[slot]
-            assert request is not None
-            place = self._precedence.place(request)
+    def loaded(self, slot: int) -> None:
+        """A row has what it waited for, and prefills the rest."""
+        self._join_prefill(slot, self._precedence.place_again(slot))
+
+    def _join_prefill(self, slot: int, place: int) -> None:
+        """A row prefills from now on, before those that are in this place of their order and behind."""
         prefill = self._running.prefill
         for behind in prefill[place:]:
             passed = self._slots.request[behind]
@@ -187,7 +186,7 @@ class Admission:
         if slots.state[slot] == State.LOADING:
             self._running.loading.append(slot)
         else:
-            self.join_prefill(slot, place)
+            self._join_prefill(slot, place)
         self._counters.prefix_query_tokens += int(slots.known[slot])
         self._counters.prefix_hit_tokens += int(slots.computed[slot])
         if not request.started_ns:

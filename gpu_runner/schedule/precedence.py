@@ -30,6 +30,22 @@ class Precedence:
             place -= 1
         return place
 
+    def place_again(self, slot: int) -> int:
+        """The same of a row that started before and had to wait for copies: it goes before rows of its tenant, class
+        and priority that started since, too."""
+        slots, prefill = self._slots, self._running.prefill
+        request = slots.request[slot]
+        assert request is not None
+        place = len(prefill)
+        while place and (self._passes(request, prefill[place - 1]) or self._is_before(slot, prefill[place - 1])):
+            place -= 1
+        return place
+
+    def _is_before(self, slot: int, other: int) -> bool:
+        slots = self._slots
+        alike = all(of[slot] == of[other] for of in (slots.account, slots.background, slots.priority))
+        return alike and bool(slots.admitted[slot] < slots.admitted[other])
+
     def _passes(self, request: Request, slot: int) -> bool:
         """A tenant passes rows of another that was served as much even without what the row's prompt has had yet. So
         the other does not pass back as soon as the first one's chunk is counted. It never passes its own rows."""

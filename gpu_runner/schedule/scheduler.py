@@ -317,7 +317,7 @@ class Scheduler:
         if loaded := self._running.loaded(ticket):
             self._charges.bring_up_to_date()
             for slot in loaded:
-                self._admission.join_prefill(slot)
+                self._admission.loaded(slot)
 
     def take_closed(self) -> StepOutput | None:
         """Rows that were aborted since the last call, for the detokenizer to forget; None if there are none."""

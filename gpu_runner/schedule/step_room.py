@@ -96,7 +96,7 @@ class StepRooms:
         tokens, context = len(rows), int(rows.start.sum())
         limit_ns = gap_ns * (1.0 - min(self._step_time.error, _MAX_MARGIN))
         if tokens:
-            alone_ns = self._step_time.step_ns(bucket_for(self._buckets, tokens), context, 0)
+            alone_ns = self._step_time.decode_ns(bucket_for(self._buckets, tokens), context)
             late_ns = max(0.0, alone_ns - gap_ns)
             limit_ns = max(limit_ns, (alone_ns + late_ns) / (1.0 - PREFILL_SHARE))
         return StepRoom(self._step_time, self._buckets, limit_ns=limit_ns, tokens=tokens, context=context)

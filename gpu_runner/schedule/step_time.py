@@ -106,6 +106,13 @@ class StepTime:
         slopes = self._slopes
         return self._base(bucket, bool(pairs)) + slopes.context * context + slopes.pairs * pairs
 
+    def decode_ns(self, bucket: int, context: int) -> float:
+        """What a step of nothing but decode rows takes at the least: as `step_ns`, but that a bucket smaller than all
+        that were seen has its tokens' part of the smallest one's time. Where every step was a full one, the steps that
+        would show what smaller ones take are not run otherwise: decoding would seem to need a full step's time."""
+        smallest = self._seen[0] if self._seen else bucket
+        return self._base(bucket, False) * min(1.0, bucket / smallest) + self._slopes.context * context
+
     def prefill_ns(self, tokens: int, context: int) -> float:
         """What it would take to prefill `tokens` behind `context` others, in steps of nothing else."""
         largest = self._buckets[-1]

@@ -95,6 +95,22 @@ def test_rows_do_not_wait_for_the_loads_of_others() -> None:
     drain(core)
 
 
+def test_a_row_has_not_lost_its_turn_to_those_that_started_while_it_was_loading() -> None:
+    core = EngineCore(num_pages=24, max_num_seqs=4, max_num_batched_tokens=16, host_pages=64)
+    core.add(1, prompt_of(80), 1, ignore_eos=True)
+    drain(core)
+    core.scheduler.rows.tree.evict(100)
+    core.copies_done = lambda: 0
+    core.add(2, prompt_of(120), 4, ignore_eos=True)
+    turns(core)
+    core.add(3, prompt_of(100, seed=3), 4, ignore_eos=True)
+    turns(core)
+    assert states(core) == {2: State.LOADING, 3: State.PREFILL}
+    core.copies_done = lambda: 1
+    drain(core)
+    assert core.finish_order == [1, 2, 3]
+
+
 def test_a_prefix_that_two_requests_want_is_loaded_once() -> None:
     core = forgotten_by_the_device()
     core.add(2, prompt_of(80), 4, ignore_eos=True, n=2)

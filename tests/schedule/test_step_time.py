@@ -91,6 +91,14 @@ def test_steps_larger_than_any_seen_are_believed_to_grow_with_their_tokens() -> 
     assert times.step_ns(16, 0, 0) == pytest.approx(base)
 
 
+def test_decoding_is_not_taken_to_need_a_full_step_where_all_steps_were_full() -> None:
+    times = StepTime(BUCKETS)
+    times.learn(50 * MS, 2048, 0, 1000)
+    assert times.step_ns(128, 0, 0) == 50 * MS
+    assert times.decode_ns(128, 0) == 50 * MS / 16
+    assert times.decode_ns(2048, 0) == 50 * MS
+
+
 def test_one_step_that_took_ten_times_as_long_changes_nothing() -> None:
     times = learned()
     before = [times.step_ns(bucket, 32_000, 10**7) for bucket in BUCKETS]

@@ -90,3 +90,16 @@ def test_a_device_that_becomes_three_times_slower_is_known_again_within_a_few_st
     assert np.count_nonzero(during.gaps_ms > 50.0) < 10
     assert during.gaps_ms[20:].max() <= 50.5
     assert after.gaps_ms.max() <= 50.0
+
+
+def test_streams_keep_their_gap_though_no_step_was_ever_without_a_prompt() -> None:
+    file = read_step_model(MODELS / f"{LLAMA_8B}.json")
+    config = ReplicaConfig(kv_cache_tokens=file.kv_cache.tokens, max_model_len=8192)
+    requests = [TraceRequest(index, 0, 4000, 100, first_id=index * 10**4) for index in range(100)]
+    records = Records(requests)
+    replica = Replica(config, StepModel(file.coefficients), records)
+    for request in requests:
+        replica.submit(request, 0)
+    while replica.busy:
+        replica.turn()
+    assert np.percentile(np.concatenate(records.gaps) / 1e6, 99) <= 50.05
