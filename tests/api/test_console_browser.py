@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 import pytest
@@ -21,6 +21,7 @@ from support.chromium import Page, browser, find_chromium
 from asyncengine.chat_prompt import ChatPrompt
 from asyncengine.delta import Delta
 from asyncengine.errors import EngineError, InvalidRequestError
+from asyncengine.request_terms import TenantTerms
 from asyncengine.sampling import SamplingParams
 from asyncengine.wire.accounting import RingWriter, StepRecord, TurnRecord
 
@@ -49,9 +50,10 @@ class GatedBackend(FakeBackend):
         *,
         namespace: str = "",
         request_id: str = "",
+        **terms: Unpack[TenantTerms],
     ) -> AsyncGenerator[Delta, None]:
         sent = 0
-        async for delta in super().generate(prompt, params, namespace=namespace, request_id=request_id):
+        async for delta in super().generate(prompt, params, namespace=namespace, request_id=request_id, **terms):
             if sent == self.gate_after:
                 await self.gate.wait()
             yield delta
