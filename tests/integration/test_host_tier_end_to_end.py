@@ -35,6 +35,8 @@ KEYS = {"a": "the-key-of-tenant-a", "b": "the-key-of-tenant-b"}
 STORED, LOADED = "asyncengine:kv_pages_stored_total", "asyncengine:kv_pages_loaded_total"
 PINNED = "asyncengine:host_session_pinned_pages"
 PREEMPTED = "vllm:num_preemptions_total"
+TOLERANCE = 1e-3
+"""Of log-probabilities: a prompt is computed in other chunks beside other requests, and rounded otherwise."""
 
 
 class Server:
@@ -125,7 +127,7 @@ async def test_retracted_rows_whose_pages_come_back_from_host_memory_answer_as_t
         assert alone.details["cached_tokens"] == 0
         assert (busy[number].text, busy[number].ids) == (alone.text, alone.ids)
         assert len(alone.ids) == 52
-        assert busy[number].logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+        assert busy[number].logprobs == pytest.approx(alone.logprobs, abs=TOLERANCE)
 
 
 async def test_a_prefix_that_others_pushed_off_the_device_comes_back_from_host_memory(server: Server) -> None:
@@ -138,7 +140,7 @@ async def test_a_prefix_that_others_pushed_off_the_device_comes_back_from_host_m
     again = await server.ask(prompt, 8, logprobs=0)
     assert (first.details["cached_tokens"], again.details["cached_tokens"]) == (0, 9 * PAGE_SIZE)
     assert again.text == first.text
-    assert again.logprobs == pytest.approx(first.logprobs, abs=1e-4)
+    assert again.logprobs == pytest.approx(first.logprobs, abs=TOLERANCE)
     await server.at_least(LOADED, loads + 1)
 
 
@@ -176,7 +178,7 @@ async def test_when_the_gpu_process_was_killed_no_session_is_known_and_answers_a
     again = await server.ask(random_ids(100, 30), 8, logprobs=0, **turn)
     assert again.details == {"cached_tokens": 0}
     assert (again.text, again.ids) == (first.text, first.ids)
-    assert again.logprobs == pytest.approx(first.logprobs, abs=1e-4)
+    assert again.logprobs == pytest.approx(first.logprobs, abs=TOLERANCE)
     known = await server.ask(again.history, 1, **turn)
     assert known.details["session_tokens"] == 108
 
