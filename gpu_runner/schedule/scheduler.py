@@ -293,11 +293,6 @@ class Scheduler:
         return self._results.take(plan, result)
 
     @property
-    def loading(self) -> int:
-        """Rows that wait for copies from host memory: `transferred` lets them go on."""
-        return len(self._running.loading)
-
-    @property
     def copying(self) -> bool:
         """Whether copies are in flight, or wait for `take_transfers`: an engine without work had better look again
         soon, for what is not stored yet is lost when its pages are wanted."""
@@ -309,7 +304,7 @@ class Scheduler:
         return None if tier is None else tier.take(self._next_step - 1, self._running.decoding)
 
     def transferred(self, ticket: int) -> None:
-        """All copies up to `ticket` are done."""
+        """All copies up to `ticket` are done: rows that waited for them go on."""
         tier = self.rows.tier
         if tier is None or ticket <= tier.done_ticket:
             return

@@ -6,8 +6,8 @@ import pytest
 from simulation.agents import AgentTrace, later_turns
 from simulation.replica import ReplicaConfig
 from simulation.run import simulate
-from simulation.step_model import Coefficients, StepModel
 from simulation.traces import TraceRequest
+from support.step_models import one_us_a_token
 
 TRACE = AgentTrace(
     seconds=10.0,
@@ -21,17 +21,7 @@ TRACE = AgentTrace(
     other_tokens=300,
     other_answer_tokens=10,
 )
-MODEL = StepModel(
-    Coefficients(
-        base_tokens=(1, 2049),
-        base_us=(1000.0, 3048.0),
-        sampled_row_us=0.0,
-        decode_context_us=0.0,
-        prefill_pair_us=0.0,
-        host_rows=(1, 2),
-        host_us=(100.0, 100.0),
-    )
-)
+MODEL = one_us_a_token()
 
 
 @pytest.fixture(scope="module")

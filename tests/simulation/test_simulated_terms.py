@@ -13,27 +13,16 @@ from simulation.fairness import backlogged, fairness, served
 from simulation.records import Records, Target, Targets
 from simulation.replica import Replica, ReplicaConfig
 from simulation.run import simulate as run_trace
-from simulation.step_model import Coefficients, StepModel
 from simulation.terms import of_tenant, with_terms
 from simulation.traces import TraceRequest, load_trace
+from support.step_models import one_us_a_token
 
 from asyncengine.config import ServiceClass
 from asyncengine.terms import Terms
 
 US, MS, S = 1000, 10**6, 10**9
 CONFIG = ReplicaConfig(kv_cache_tokens=65536, max_model_len=8192)
-# a step of t tokens, padding included, takes 999 + t us
-MODEL = StepModel(
-    Coefficients(
-        base_tokens=(1, 2049),
-        base_us=(1000.0, 3048.0),
-        sampled_row_us=0.0,
-        decode_context_us=0.0,
-        prefill_pair_us=0.0,
-        host_rows=(1, 2),
-        host_us=(0.0, 0.0),
-    )
-)
+MODEL = one_us_a_token(host_us=0.0)
 
 
 def request(
