@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from asyncengine.outputs import CompletionOutput, RequestOutput, RequestTimes, collect
     from asyncengine.sampling import SamplingParams, Structured
 
+__version__ = "0.1.0"
+
 __all__ = [
     "LLM",
     "AsyncEngine",

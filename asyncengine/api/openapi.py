@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from importlib.metadata import version
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
+from asyncengine import __version__
 from asyncengine.api.endpoints import Endpoint, Header
 from asyncengine.api.errors import ErrorJson
 from asyncengine.api.request_body import json_response
@@ -47,7 +47,7 @@ def document(endpoints: Sequence[Endpoint]) -> Json:
         paths.setdefault(endpoint.template, {})[endpoint.method.lower()] = _operation(endpoint, schemas)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "asyncengine", "version": version("asyncengine")},
+        "info": {"title": "asyncengine", "version": __version__},
         "paths": paths,
         "components": {"schemas": components},
     }

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
-
 import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
+from asyncengine import __version__
 from asyncengine.api.backend import Backend
 from asyncengine.api.endpoints import Endpoint
 from asyncengine.api.exposition import CONTENT_TYPE
@@ -33,7 +32,7 @@ class StatusRoutes:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._version = version("asyncengine")
+        self._version = __version__
 
     def endpoints(self) -> list[Endpoint]:
         return [
