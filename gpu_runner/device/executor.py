@@ -25,7 +25,10 @@ class StepRunner(Protocol):
     """How a device executes one packed step: `Step` or `GraphStep`."""
 
     def connect(self, ring: Sequence[RingSlot], masks: TokenMasks) -> None:
-        """The host's buffers, which the steps to come use in turn, beginning with the first; and the masks by slot."""
+        """The host's buffers, which the steps to come use in turn, beginning with the first; and the masks by slot.
+
+        Work of the steps' stream, as they are: other streams' work may come after that of the first steps.
+        """
 
     def run(self, step: PackedStep) -> None:
         """Queue it on the stream that is current. Its plan is in the ring slot whose turn it is, where its results
@@ -89,7 +92,8 @@ class Executor:
             Packer(slot.upload_array, turn, pages_per_seq=pages_per_seq) for turn, slot in enumerate(self._ring)
         ]
         self.masks = TokenMasks(num_slots=num_slots, vocab=model_config.vocab_size, pinned=pinned)
-        step.connect(self._ring, self.masks)
+        # not at once: what it writes on the device must be there before the first step, which waits for no other stream
+        stream.submit(partial(step.connect, self._ring, self.masks))
         self._launched = 0
         self._in_flight: deque[tuple[StepPlan, RingSlot, Int32 | None]] = deque()
 

@@ -48,7 +48,8 @@ class HostRing:
 
     def connect(self, buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
         """buffers: upload and results of each turn, int32 on the host (pinned, if the device is a GPU), at multiples of
-        16 bytes, and kept alive by the caller. The next step takes the first. No step may run meanwhile."""
+        16 bytes, and kept alive by the caller. The next step takes the first. Queued on the current stream, which must
+        be that of the steps."""
         for table, tensors in zip((self.uploads, self.results), zip(*buffers, strict=True), strict=True):
             table.copy_(torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64))
         self.next_upload.copy_(self.uploads[:1])

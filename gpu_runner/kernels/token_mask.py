@@ -39,7 +39,8 @@ class RowMasks:
 
     def connect(self, masks: Tensor) -> None:
         """masks: [num_slots, mask_words(vocab)] int32 on the host (registered with the device, if that is a GPU), at a
-        multiple of 16 bytes, kept alive by the caller. No step may run meanwhile."""
+        multiple of 16 bytes, kept alive by the caller. Queued on the current stream, which must be that of the
+        steps."""
         if masks.shape[1] != self._words.shape[1]:
             raise ValueError(f"masks must have {self._words.shape[1]} words; got {masks.shape[1]}")
         self._address.fill_(masks.data_ptr())

@@ -12,6 +12,8 @@ from device_harness import VOCAB, Prefill, Rig, Row, make_rig, tiny_decoder
 from torch import Tensor
 
 from gpu_runner.device.host import usable_cores
+from gpu_runner.device.step import Step
+from gpu_runner.device.stream import InlineStream, Mark, Work
 from gpu_runner.device.target import make_stream
 from gpu_runner.kernels.ops import BatchMeta
 
@@ -45,6 +47,22 @@ class ScriptedDecoder:
         return logits
 
 
+class LateStream:
+    """Its device does nothing until told to."""
+
+    def __init__(self) -> None:
+        self.work: list[Work] = []
+
+    def submit(self, work: Work) -> None:
+        self.work.append(work)
+
+    def mark(self) -> Mark:
+        return InlineStream().mark()
+
+    def close(self) -> None:
+        pass
+
+
 def first_plan(rig: Rig) -> Any:
     return rig.plan(prefill=[Prefill(0, 0, [5, 6])], start={0: Row()}, pages=[(0, 0, 3)])
 
@@ -62,6 +80,19 @@ def test_two_steps_are_launched_before_the_first_has_run_and_a_third_is_refused(
     assert [rig.executor.collect().tokens.tolist() for _ in range(2)] == [[7], [7]]
     assert rig.executor.in_flight == 0
     rig.executor.close()
+
+
+def test_steps_learn_of_the_hosts_buffers_in_the_order_of_their_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(Step, "connect", lambda *_: done.append("connect"))
+    monkeypatch.setattr(Step, "run", lambda *_: done.append("run"))
+    stream = LateStream()
+    rig = make_rig(CPU, stream=stream)
+    rig.executor.launch(first_plan(rig))
+    assert not done, "what another stream is told, a slow device may do behind the first step"
+    for work in stream.work:
+        work()
+    assert done == ["connect", "run"]
 
 
 def test_a_decode_step_reads_the_token_that_the_step_before_it_left_on_the_device() -> None:

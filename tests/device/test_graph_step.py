@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from asyncengine.config import PAGE_SIZE, EngineConfig
 from asyncengine.sampling import SamplingParams
 from gpu_runner.device.build import build_executor
 from gpu_runner.device.executor import Executor
+from gpu_runner.kernels.host_ring import HostRing
 from gpu_runner.kernels.ops import BatchMeta
 from gpu_runner.models.registry import random_model
 from gpu_runner.schedule.plan import StepPlan
@@ -26,6 +28,8 @@ MAX_NUM_SEQS = 6
 STEP_TOKENS = 48
 TOLERANCE = 0.04
 """Of a logit, whose deviation is about 0.3: what bfloat16 sums of another order come to."""
+SLEEP_CYCLES = 400_000_000
+"""Some tenths of a second, in which a step would long have run."""
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +59,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def executor(folder: str) -> Executor:
+    return build(folder)
+
+
+def build(folder: str) -> Executor:
     config = EngineConfig(
         load_format="dummy",
         device="cuda",
@@ -143,6 +151,25 @@ def test_tokens_stop_at_stop_ids_and_limits_and_slots_are_used_again(executor: E
         executor, prompts[19:], [SamplingParams(temperature=0.0, max_tokens=20, stop_token_ids=(stop,))], caching=False
     )
     assert stopped == outputs[19][: first + 1]
+
+
+def test_the_first_step_waits_for_where_its_plan_lies(
+    executor: Executor, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect_late(ring: HostRing, buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        connect(ring, buffers)
+        ring.next_upload.zero_()
+        torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+        ring.next_upload.copy_(ring.uploads[:1])
+
+    connect = HostRing.connect
+    monkeypatch.setattr(HostRing, "connect", connect_late)
+    prompts = make_prompts([9, 60])
+    greedy = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)] * len(prompts)
+    late = build(folder)
+    outputs = run(late, prompts, greedy)
+    late.close()
+    assert outputs == run(executor, prompts, greedy)
 
 
 def test_seeded_tokens_are_the_same_alone_and_among_others(executor: Executor) -> None:

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 from support.engine_core import EngineCore
 
 from asyncengine.sampling import SamplingParams
 from asyncengine.wire.base import Finish
+from gpu_runner.schedule.plan import StepPlan
 
 MOST_OPEN = 12
 SHARED_PREFIXES = 3
 DRAIN_TURNS = 20_000
+TOLD = 3
+"""Of the requests that ended wrongly, how many are told of in full."""
+
+
+@dataclass
+class Course:
+    """How a row ran."""
+
+    begins: list[tuple[int, int]] = field(default_factory=list)
+    """(step, position) where it did not go on behind its step before: at its start, and after each retraction."""
+    next_position: int = -1
+    last_step: int = 0
 
 
 class RandomLoad:
@@ -30,19 +44,22 @@ class RandomLoad:
         self._rng = np.random.default_rng(seed)
         self._prefixes = [self._tokens(context // 2) for _ in range(SHARED_PREFIXES)]
         self._next_rid = 0
+        self._courses: dict[tuple[int, int], Course] = {}  # by (slot, gen)
 
     def run(self, goes_on: Callable[[int], bool], *, check_every: int) -> None:
         """Turns while `goes_on(turn)`, then no more arrivals until nothing is left; raises if that takes too long."""
         turn = 0
         while goes_on(turn):
             self._disturb()
-            self.core.turn()
+            self._turn()
             turn += 1
             if turn % check_every == 0:
                 self.core.scheduler.check_integrity()
-                self.core.plans.clear()
-        self.core.run(DRAIN_TURNS)
-        self.core.scheduler.check_integrity()
+        for _ in range(DRAIN_TURNS):
+            if not self._turn():
+                self.core.scheduler.check_integrity()
+                return
+        raise AssertionError(f"still busy after {DRAIN_TURNS} turns: {self.core.scheduler.gauges()}")
 
     def completed(self) -> list[int]:
         """rids that ended as they were asked to."""
@@ -50,21 +67,54 @@ class RandomLoad:
 
     def assert_all_ended(self) -> None:
         """Every request ended once, in a way that its parameters allow, and nothing is held."""
-        core = self.core
-        for rid, (prompt, params) in self.requests.items():
-            finish, output = core.finish.get(rid), core.outputs.get(rid, [])
-            stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(core.eos_ids))
-            if finish == Finish.LENGTH:
-                assert len(output) == params.max_tokens, f"request {rid}"
-            elif finish == Finish.STOP:
-                assert output[-1] in stops, f"request {rid}"
-            else:
-                assert finish == Finish.STOP_STRING or rid in self.aborted, f"request {rid} never ended"
-                assert params.max_tokens is not None
-                assert len(output) <= params.max_tokens, f"request {rid}"
-            assert not stops & set(output[params.min_tokens : -1]), f"request {rid} went on behind a stop id"
-            assert len(prompt) + len(output) <= self._context, f"request {rid}"
-        core.assert_nothing_held()
+        wrong = [(rid, why) for rid in self.requests if (why := self._wrong(rid))]
+        told = "\n".join(f"{self._describe(rid)}: {why}" for rid, why in wrong[:TOLD])
+        assert not wrong, f"{len(wrong)} of {len(self.requests)} requests, {[rid for rid, _ in wrong]}\n{told}"
+        self.core.assert_nothing_held()
+
+    def _wrong(self, rid: int) -> str:
+        """What is wrong with how the request ended, nothing if all is right."""
+        core, (prompt, params) = self.core, self.requests[rid]
+        finish, output = core.finish.get(rid), core.outputs.get(rid, [])
+        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(core.eos_ids))
+        assert params.max_tokens is not None
+        if finish == Finish.LENGTH and len(output) != params.max_tokens:
+            return "ended by another limit"
+        if finish == Finish.STOP and not stops & set(output[-1:]):
+            return f"ended with none of {stops}"
+        if finish not in (Finish.LENGTH, Finish.STOP, Finish.STOP_STRING) and rid not in self.aborted:
+            return "never ended"
+        if len(output) > params.max_tokens or len(prompt) + len(output) > self._context:
+            return "is too long"
+        if stops & set(output[params.min_tokens : -1]):
+            return f"went on behind one of {stops}"
+        return "" if all(0 <= token < core.vocab_size for token in output) else "has tokens that are none"
+
+    def _describe(self, rid: int) -> str:
+        core, (prompt, params) = self.core, self.requests[rid]
+        output = core.outputs.get(rid, [])
+        rows = [row for row, own in core.row_of.items() if own == rid]
+        return (
+            f"request {rid}, a prompt of {len(prompt)} and {len(output)} of {params.max_tokens} tokens, "
+            f"{output[:4]} .. {output[-4:]}, finish {core.finish.get(rid)}, aborted {rid in self.aborted}, {params}, "
+            f"rows (slot, gen) {[(row, self._courses.get(row)) for row in rows]}, "
+            f"{core.scheduler.gauges()['steps']} steps in all"
+        )
+
+    def _turn(self) -> bool:
+        busy = self.core.turn()
+        for plan in self.core.plans:
+            self._note(plan)
+        self.core.plans.clear()
+        return busy
+
+    def _note(self, plan: StepPlan) -> None:
+        columns = (plan.row_slot, plan.row_gen, plan.row_start, plan.row_len)
+        for slot, gen, start, length in zip(*(column.tolist() for column in columns), strict=True):
+            course = self._courses.setdefault((slot, gen), Course())
+            if start != course.next_position:
+                course.begins.append((plan.step, start))
+            course.next_position, course.last_step = start + length, plan.step
 
     def _disturb(self) -> None:
         """What happens between two turns: mostly nothing."""
