@@ -80,6 +80,9 @@ class NoDevice:
     def submit(self, work: Work) -> None:
         work()
 
+    def prepare(self, work: Work) -> Work:
+        return work
+
     def mark(self) -> NoDevice:
         return self
 

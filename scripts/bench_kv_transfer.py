@@ -1,6 +1,6 @@
 """Times copies of KV pages to and from host memory: alone, and beside decode steps, which they slow down.
 
-    python scripts/bench_kv_transfer.py [MODEL_FOLDER] [--programs 8,16,32] [--pages 1,8,64,512] [--json out.json]
+    python scripts/bench_kv_transfer.py [MODEL_FOLDER] [--programs 4,8,16] [--pages 1,8,64,512] [--json out.json]
 
 MODEL_FOLDER needs a config.json only (default: the 0.6B shape in scripts/data); weights are random.
 
@@ -135,8 +135,10 @@ def choose_programs(executor: Executor, programs: int) -> None:
     if executor.info.device != "cpu":
         from gpu_runner.kernels.page_copy import copy_pages
 
-        assert executor._copies is not None
-        executor._copies._copy = partial(copy_pages, programs=programs)
+        copies = executor._copies
+        assert copies is not None
+        copies._copy = partial(copy_pages, programs=programs)
+        copies._slots = [copies._make_slot(len(copies._ids.buffer), pinned=True) for _ in copies._slots]
 
 
 def main() -> None:
@@ -145,7 +147,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
     parser.add_argument("--host-gib", type=float, default=4.0)
     parser.add_argument("--kv-cache-tokens", type=int, help="default: what memory leaves room for")
-    parser.add_argument("--programs", default="8,16,32", help="of the kernel, each way")
+    parser.add_argument("--programs", default="4,8,16", help="of the kernel, each way")
     parser.add_argument("--pages", default="1,8,64,512", help="of a batch, each way")
     parser.add_argument("--batches", default="1,64,256", help="rows that decode beside the copies")
     parser.add_argument("--context", type=int, default=256)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from gpu_runner.device.host_memory import HostMemory
-from gpu_runner.device.stream import Mark, Stream
+from gpu_runner.device.stream import Mark, Stream, Work
 from gpu_runner.kernels.reference_page_copy import PageIds, PageMemory, words_for
 from gpu_runner.schedule.plan import Int32
 from gpu_runner.schedule.transfers import Transfers
@@ -38,9 +38,9 @@ CopyPages = Callable[[PageMemory, PageIds], None]
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    ids: PageIds  # of the host
-    counts: Int32  # the memory of `ids`, as the one below
+    counts: Int32  # the host's memory of its `PageIds`, as the one below
     pages: Int32
+    copy: Work
     mark: Mark
 
 
@@ -128,7 +128,8 @@ class PageCopies:
 
     def _make_slot(self, words: int, *, pinned: bool) -> _Slot:
         ids = PageIds.of(torch.zeros(words, dtype=torch.int32, pin_memory=pinned))
-        return _Slot(ids, ids.counts.numpy(), ids.pages.numpy(), self._stream.mark())
+        copy = self._stream.prepare(partial(self._copy_pages, ids))
+        return _Slot(ids.counts.numpy(), ids.pages.numpy(), copy, self._stream.mark())
 
     def _launch(self) -> None:
         while self._waiting and len(self._running) < NUM_SLOTS:
@@ -140,11 +141,12 @@ class PageCopies:
             ):
                 slot.counts[way] = count = len(sides[0])
                 slot.pages[way, :, :count] = sides
-            self._stream.submit(partial(self._run, slot))
+            self._stream.submit(slot.copy)
             slot.mark.record()
             self._launched += 1
             self._running.append((slot, launch))
 
-    def _run(self, slot: _Slot) -> None:
-        self._ids.buffer.copy_(slot.ids.buffer, non_blocking=True)
+    def _copy_pages(self, ids: PageIds) -> None:
+        """ids: of the host."""
+        self._ids.buffer.copy_(ids.buffer, non_blocking=True)
         self._copy(self._memory, self._ids)
