@@ -362,6 +362,7 @@ class Scheduler:
         return {
             "running": self.num_running,
             "waiting": len(self.queue),
+            "waiting_background": self.queue.backlog("background").requests,
             "waiting_for_pages": len(self.queue) if self._admission.lacks_pages else 0,
             "total_pages": rows.pool.num_pages - 1,
             "free_pages": rows.pool.num_free,
