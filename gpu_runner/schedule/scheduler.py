@@ -132,7 +132,7 @@ class Scheduler:
             self._running,
             self.masked_rows,
             rooms=StepRooms(self.step_time, buckets, self._running, gap_ns or {}),
-            tenants=self.queue.tenants,
+            charges=self._charges,
             marks=marks,
             counters=self.counters,
             max_scores=max_num_seqs,
