@@ -1,4 +1,4 @@
-"""Which requests can run at all, and how long they may become."""
+"""Which requests may wait, which can run at all, and how long they may become."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from asyncengine.errors import InvalidRequestError, QueueFullError
 from asyncengine.sampling import SamplingParams
 
 BACKGROUND_DIVISOR = 2
-"""Background requests may be this part of what waits. Interactive ones start first, so that half of the room holds all
-that come in a burst; who sends background work loses nothing by sending the rest of it later."""
+"""Background requests may be this part of what waits, which messages call half. Interactive ones start first, so that
+the rest of the room holds those of a burst; who sends background work loses nothing by sending some of it later."""
 
 
 class Backlog(NamedTuple):

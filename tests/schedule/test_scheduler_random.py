@@ -94,8 +94,8 @@ class RecordedTenants(Tenants):
     def charge_outputs(self, accounts: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
         super().charge_outputs(accounts, tokens)
         assert (tokens >= 0).all()
-        for account, count_ in zip(accounts.tolist(), tokens.tolist(), strict=True):
-            self.charged[self._names[account]] += OUTPUT_WEIGHT * count_
+        for account, number in zip(accounts.tolist(), tokens.tolist(), strict=True):
+            self.charged[self._names[account]] += OUTPUT_WEIGHT * number
 
 
 @pytest.mark.parametrize("shared", [False, True])
