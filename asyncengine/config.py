@@ -53,7 +53,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_parser, reasoning_parser: how the model writes its tool calls and its reasoning; "auto" is what its chat
         template shows.
     max_queued_requests, max_queued_tokens: requests, and tokens of their prompts, that may wait to be scheduled; each
-        of n choices counts. What comes on top is refused at once. One request may have more tokens if no other waits.
+        of n choices counts. What comes on top is refused at once. Background ones may be half of it. A request may have
+        more tokens if no other waits, an interactive one if no other interactive one does.
     default_service_class: of requests that do not say. interactive_gap_ms, background_gap_ms: the longest step while a
         row of that class decodes, as far as chunks of prompts can be cut shorter: what its stream waits between two
         tokens. interactive_ttft_ms, background_ttft_ms: what its first token should not take longer than; both are what

@@ -38,7 +38,8 @@ OPTIONS: Mapping[str, Option] = {
     "served_model_name": Option("what clients call the model", "NAME", "MODEL, of a file its name without .gguf"),
     "scheduling_policy": Option("which waiting request is next"),
     "max_queued_requests": Option(
-        "requests that may wait to be scheduled, on top of which clients get a 429 at once; each of n choices counts",
+        "requests that may wait to be scheduled, background ones up to half of it; on top of that clients get a 429 at "
+        "once; each of n choices counts",
         "REQUESTS",
     ),
     "max_queued_tokens": Option("the same of the tokens of their prompts", "TOKENS"),

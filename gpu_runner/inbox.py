@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncengine.config import API_WORKER_SHIFT
+from asyncengine.config import API_WORKER_SHIFT, ServiceClass
 from asyncengine.errors import EngineError, InvalidRequestError, QueueFullError
 from asyncengine.wire.answers import Failed
 from asyncengine.wire.pipes import Pipes, Poller, Sender, pipe_name
 from asyncengine.wire.requests import Abort, Generate, ReleaseSession, StopHit, ToRunner, ToRunnerControl
 from gpu_runner.grammar.gate import GrammarGate
 from gpu_runner.outbox import Outbox
-from gpu_runner.schedule.limits import QueueLimits
+from gpu_runner.schedule.limits import Backlog, QueueLimits
 from gpu_runner.schedule.scheduler import Scheduler
 
 RETRY_MS = 1
@@ -119,14 +119,19 @@ class Inbox:
         """Raises QueueFullError. What goes on after the loss of a process was accepted before."""
         if message.resume:
             return
-        queue = self._scheduler.queue
+        n = message.params.n
         self._limits.check(
-            waiting=len(queue) + (0 if self._grammar is None else self._grammar.num_parked),
-            waiting_tokens=queue.num_tokens,
-            n=message.params.n,
-            prompt_len=len(message.ids) // 4,
+            Backlog(n, n * len(message.ids) // 4),
+            is_background=message.terms.service_class == "background",
+            interactive=self._backlog("interactive"),
+            background=self._backlog("background"),
             rows=self._scheduler.rows_to_fill,
         )
+
+    def _backlog(self, service_class: ServiceClass) -> Backlog:
+        waiting = self._scheduler.queue.backlog(service_class)
+        parked = 0 if self._grammar is None else self._grammar.num_parked(service_class)
+        return waiting._replace(requests=waiting.requests + parked)
 
     def _abort(self, rid: int) -> None:
         if self._grammar is not None:

@@ -1,7 +1,7 @@
 """How many GPUs a trace needs: replicas behind a router that knows prefixes, each a simulated engine.
 
-    python scripts/plan_capacity.py TRACE [--good-share 0.99] [--scale-traffic 100] [--replicas N]
-        [--scaling reactive] [--json out.json] [--png out.png]
+    python scripts/plan_capacity.py TRACE [--good-share 0.99] [--background 0.5] [--scale-traffic 100]
+        [--replicas N] [--scaling reactive] [--json out.json] [--png out.png]
 
 Without --replicas the fewest are searched that meet the targets; with `--scaling reactive` that is the most there may
 be at a time. The router sends every request of the trace to a replica, by an estimate of what each has to do; on a
@@ -25,6 +25,7 @@ from simulation.planner import Planner
 from simulation.records import Target
 from simulation.search import fewest
 from simulation.step_model import StepModel, read_step_model
+from simulation.terms import with_terms
 from simulation.traces import load_trace
 from simulation.traffic import superposed
 
@@ -43,6 +44,8 @@ def meets(sampled: dict[str, Any], args: argparse.Namespace) -> bool:
         target, values = getattr(args, name), sampled[name.replace("_p99", "")]
         if target is not None and (values is None or values["p99"] > target):
             return False
+    if (sampled["background_done_s"] or 0.0) > args.background_done_s:
+        return False
     return args.good_share is None or sampled["good_share"] >= args.good_share
 
 
@@ -54,13 +57,15 @@ def line(figures: dict[str, Any]) -> str:
         cells += [f"{values[part]:.1f}" if values else "-" for part in ("p50", "p99")]
     cells += [f"{100 * sampled['good_share']:.2f}", f"{figures['goodput_per_s']:.2f}"]
     cells += [f"{100 * sampled[name]:.1f}" for name in ("hit_rate", "device_busy")]
-    cells += [f"{100 * figures['utilisation']:.1f}", f"{sampled['requests']}", f"{figures['cpu_s']:.0f}"]
+    done = sampled["background_done_s"]
+    cells += [f"{100 * figures['utilisation']:.1f}", "-" if done is None else f"{done:.1f}"]
+    cells += [f"{sampled['requests']}", f"{figures['cpu_s']:.0f}"]
     return "".join(f"{cell:>10}" for cell in cells) + ("   met" if figures["met"] else "")
 
 
 COLUMNS = (
     *("replicas", "mean", "GPU h", "TTFT p50", "p99", "TPOT p50", "p99", "gap p50", "p99", "good %", "good/s", "hit %"),
-    *("busy %", "work %", "sampled", "cpu s"),
+    *("busy %", "work %", "done s", "sampled", "cpu s"),
 )
 
 
@@ -68,6 +73,13 @@ def _share(text: str) -> float:
     share = float(text)
     if not 0 < share <= 1:
         raise argparse.ArgumentTypeError("must be above 0 and at most 1")
+    return share
+
+
+def _part(text: str) -> float:
+    share = float(text)
+    if not 0 <= share < 1:
+        raise argparse.ArgumentTypeError("must be at least 0 and below 1")
     return share
 
 
@@ -83,13 +95,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace")
     parser.add_argument("--model", type=Path, default=MODELS / "h200-llama-3.1-8b.json")
-    targets = parser.add_argument_group("targets (default: --good-share 0.99)")
+    targets = parser.add_argument_group(
+        "targets, of interactive requests but for the last (default: --good-share 0.99)"
+    )
     for name in QUANTILES:
         targets.add_argument(f"--{name.replace('_', '-')}", type=_positive)
     targets.add_argument("--good-share", type=_share, help="of the requests are good")
     targets.add_argument("--ttft-ms", type=_positive, default=defaults.interactive_ttft_ms, help="of a good request")
     targets.add_argument("--tpot-ms", type=_positive, default=defaults.interactive_gap_ms, help="of a good request")
+    targets.add_argument(
+        "--background-done-s", type=_positive, default=60.0, help="from the last arrival to the last background answer"
+    )
     traffic = parser.add_argument_group("traffic")
+    traffic.add_argument("--background", type=_part, default=0.0, help="share of requests of that class")
     traffic.add_argument("--requests", type=count, help="only the first so many of the trace")
     traffic.add_argument(
         "--length-scale", type=_positive, default=1.0, help="prompts and answers so many times as long"
@@ -97,7 +115,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     traffic.add_argument("--scale-traffic", type=count, default=1, help="so many copies of the trace at once")
     traffic.add_argument("--shift-seconds", type=float, help="a copy begins up to so much later (default: anywhere)")
     traffic.add_argument("--shared-prefixes", action="store_true", help="prompts of different copies begin alike, too")
-    traffic.add_argument("--seed", type=int, default=0, help="draws the copies' shifts and the sample")
+    traffic.add_argument("--seed", type=int, default=0, help="draws classes, the copies' shifts and the sample")
     fleet = parser.add_argument_group("fleet")
     fleet.add_argument("--replicas", type=count, help="so many (reactive: at most), instead of a search")
     fleet.add_argument("--scaling", choices=("fixed", "reactive"), default="fixed")
@@ -121,11 +139,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         args.good_share = 0.99
     try:
         args.file = read_step_model(args.model)
-        args.trace_requests = load_trace(args.trace, limit=args.requests, length_scale=args.length_scale)
+        trace = load_trace(args.trace, limit=args.requests, length_scale=args.length_scale)
     except (OSError, ValueError, KeyError) as error:
         parser.error(str(error))
-    if args.trace_requests[-1].at_ns == 0:
+    if trace[-1].at_ns == 0:
         parser.error("planning needs a trace with times")
+    args.trace_requests = with_terms(trace, background=args.background, seed=args.seed)
     return args
 
 
@@ -182,7 +201,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif not args.replicas:
         print(f"{found} replicas meet the targets: {tried[found]['gpu_hours']:.1f} GPU hours")
     if args.json:
-        content = {"trace": args.trace, "copies": args.scale_traffic, "found": found, "tried": list(tried.values())}
+        content = {
+            "trace": args.trace,
+            "background": args.background,
+            "copies": args.scale_traffic,
+            "found": found,
+            "tried": list(tried.values()),
+        }
         content["moments"] = [moment._asdict() for moment in plays[shown].moments]
         args.json.write_text(json.dumps(content, indent=2) + "\n")
     if args.png:

@@ -100,6 +100,14 @@ def _from_gauges(gauges: Mapping[str, int]) -> Iterator[Family]:
     if "gpu_busy_permille" in gauges:
         text = "Share of the time with work in which the device worked; 1 is all."
         yield Family("asyncengine:gpu_busy_ratio", "gauge", text, [Sample(gauges["gpu_busy_permille"] / 1000)])
+    if "waiting_background" in gauges:
+        background = gauges["waiting_background"]
+        text = "Requests that wait, by class."
+        samples = [
+            Sample(gauges["waiting"] - background, {"service_class": "interactive"}),
+            Sample(background, {"service_class": "background"}),
+        ]
+        yield Family("asyncengine:num_requests_waiting_by_class", "gauge", text, samples)
     if "waiting_for_pages" in gauges:
         short_of_pages = gauges["waiting_for_pages"]
         text = "Requests that wait, by what the first of them lacks: pages of the KV cache, or anything else."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from asyncengine.config import GrammarJob
+from asyncengine.config import GrammarJob, ServiceClass
 from asyncengine.errors import EngineError
 from asyncengine.wire.grammar_messages import FromGrammar
 from asyncengine.wire.pipes import Pipes, Receiver, pipe_name
@@ -26,27 +26,28 @@ class GrammarGate:
         self._started = 0
         self._checker = GrammarChecker(lambda: self._start("check"))
         self._matches = Matches(rows, lambda: self._start("match"), num_slots=setup.num_slots)
-        self._parked: set[int] = set()  # rids of choices that wait for a verdict
+        # rids of choices that wait for a verdict
+        self._parked: dict[ServiceClass, set[int]] = {"interactive": set(), "background": set()}
 
     @property
     def busy(self) -> bool:
         """Whether time must be kept: `poll` wants to be called now and then."""
         return self._checker.busy or self._matches.busy
 
-    @property
-    def num_parked(self) -> int:
-        """Choices that wait for a verdict."""
-        return len(self._parked)
+    def num_parked(self, service_class: ServiceClass) -> int:
+        """Choices of that class that wait for a verdict."""
+        return len(self._parked[service_class])
 
     def submit(self, message: Generate) -> None:
         """Have a request checked that asks for a structure; it comes back by `take_settled`."""
         self._matches.prepare()  # so that it loads what it needs meanwhile
-        self._parked.update(message.rids)
+        self._parked[message.terms.service_class].update(message.rids)
         self._checker.submit(message)
 
     def abort(self, rid: int) -> None:
         """Nobody waits for this choice any more."""
-        self._parked.discard(rid)
+        for parked in self._parked.values():
+            parked.discard(rid)
 
     def poll(self) -> None:
         """Take in what the processes said, and keep time."""
@@ -61,8 +62,9 @@ class GrammarGate:
         they cannot run."""
         settled = []
         for message, error in self._checker.take_settled():
-            settled.append((message, [rid for rid in message.rids if rid not in self._parked], error))
-            self._parked.difference_update(message.rids)
+            parked = self._parked[message.terms.service_class]
+            settled.append((message, [rid for rid in message.rids if rid not in parked], error))
+            parked.difference_update(message.rids)
         return settled
 
     def take_failed(self) -> list[tuple[int, int, str]]:

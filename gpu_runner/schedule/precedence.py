@@ -58,7 +58,7 @@ class Precedence:
             return other.background
         if request.account == other.account:
             return self._by_priority and request.priority < slots.priority[slot]
-        had = int(slots.computed[slot] - slots.begun[slot])
+        had = int(slots.charged[slot] - slots.begun[slot])
         return bool(served[request.account] <= served[other.account] - had)
 
     def may_displace(self, request: Request) -> bool:

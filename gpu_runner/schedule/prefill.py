@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from gpu_runner.schedule.charges import Charges
 from gpu_runner.schedule.counters import Counters
 from gpu_runner.schedule.masked_rows import MaskedRows
 from gpu_runner.schedule.plan_builder import PlanDraft
@@ -13,7 +14,6 @@ from gpu_runner.schedule.prefill_marks import PrefillMarks
 from gpu_runner.schedule.rows import Rows
 from gpu_runner.schedule.running import Running
 from gpu_runner.schedule.step_room import StepRooms
-from gpu_runner.schedule.tenants import Tenants
 
 
 class Prefill:
@@ -27,7 +27,7 @@ class Prefill:
         masked_rows: MaskedRows,
         *,
         rooms: StepRooms,
-        tenants: Tenants,
+        charges: Charges,
         marks: PrefillMarks,
         counters: Counters,
         max_scores: int,
@@ -39,7 +39,7 @@ class Prefill:
         self._running = running
         self._masked_rows = masked_rows
         self._rooms = rooms
-        self._tenants = tenants
+        self._charges = charges
         self._marks = marks
         self._counters = counters
         self._max_scores = max_scores
@@ -80,7 +80,11 @@ class Prefill:
             draft.write_pages(np.full(len(pages), slot, np.int32), np.arange(len(pages), dtype=np.int32), pages)
         draft.prefill.append((slot, length))
         self._marks.chunk(slot, length, self._clock())
-        self._account(slot, length)
+        request = slots.request[slot]
+        assert request is not None
+        request.overtaken = 0
+        slots.computed[slot] += length
+        self._charges.prefill(slot, int(slots.computed[slot]))
         scored, scores_to = int(slots.scored[slot]), int(min(slots.computed[slot], slots.score_end[slot]))
         if scores_to > scored:
             draft.scores.append((len(draft.prefill) - 1, scored, scores_to - scored))
@@ -89,18 +93,6 @@ class Prefill:
         if not slots.score_end[slot]:  # what that row computes may be in the tree already, which it would hold as well
             self._rows.share(slot)
         return budget
-
-    def _account(self, slot: int, length: int) -> None:
-        """The row computes so many tokens more, and samples one behind its last."""
-        slots = self._slots
-        request = slots.request[slot]
-        assert request is not None
-        request.overtaken = 0
-        slots.computed[slot] += length
-        slots.charged[slot] = slots.computed[slot]
-        self._tenants.charge_prompt(request.account, length)
-        if slots.computed[slot] == slots.known[slot]:
-            self._tenants.charge_output(request.account, 1)
 
     def _scorable(self, slot: int, draft: PlanDraft) -> int:
         """How far the row's chunk may reach for the step to score no more than `max_scores` tokens."""

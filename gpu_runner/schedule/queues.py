@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncengine.config import SchedulingPolicy
+from asyncengine.config import SchedulingPolicy, ServiceClass
+from gpu_runner.schedule.limits import Backlog
 from gpu_runner.schedule.orders import Lane, Order, by_arrival, by_length
 from gpu_runner.schedule.request import Request
 from gpu_runner.schedule.tenants import Tenants
@@ -43,7 +44,6 @@ class WaitingQueue:
         self._overtakes = 0  # requests that have started before the oldest that has not run
         self._passes = 0  # and before the oldest that has run
         self.pushes = 0
-        self.num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -61,8 +61,9 @@ class WaitingQueue:
         self.pushes += 1
         request.ticket = self.pushes
         self._waiting[request.rid] = request
-        self.num_tokens += len(request.tokens)
         own_class = self._classes[request.background]
+        own_class.num_requests += 1
+        own_class.num_tokens += len(request.tokens)
         lane = own_class.lanes.get(request.account)
         if lane is None:
             lane = own_class.add(request.account, Lane(self._policy))
@@ -72,6 +73,11 @@ class WaitingQueue:
             own_class.shortest.push(request)
         else:
             self._again.push(request)
+
+    def backlog(self, service_class: ServiceClass) -> Backlog:
+        """What waits of that class."""
+        own_class = self._classes[service_class == "background"]
+        return Backlog(own_class.num_requests, own_class.num_tokens)
 
     def head(self) -> Request | None:
         """The request that runs next; it stays in the queue."""
@@ -138,7 +144,9 @@ class WaitingQueue:
         assert arrivals == sorted(arrivals)
         assert self._overtakes <= MAX_OVERTAKES
         assert self._passes <= (MAX_OVERTAKES if self._again.first() is not None else 0)
-        assert self.num_tokens == sum(len(request.tokens) for request in self._waiting.values())
+        for place, each in enumerate(self._classes):
+            own = [len(request.tokens) for request in self._waiting.values() if request.background == place]
+            assert (each.num_requests, each.num_tokens) == (len(own), sum(own))
 
     def _oldest(self) -> Request | None:
         """Of those that have not run."""
@@ -148,7 +156,6 @@ class WaitingQueue:
         del self._waiting[request.rid]
         self._fresh.pop(request.rid, None)
         self._classes[request.background].forget(request)
-        self.num_tokens -= len(request.tokens)
         if self._again.first() is None:
             self._passes = 0
 
@@ -160,6 +167,8 @@ class _Class:
     def __init__(self, waiting: dict[int, Request]) -> None:
         self.lanes: dict[int, Lane] = {}
         self.shortest = Order(by_length, waiting)
+        self.num_requests = 0
+        self.num_tokens = 0
         self._accounts: NDArray[np.intp] | None = None  # of `lanes`; None = to be made
 
     def add(self, account: int, lane: Lane) -> Lane:
@@ -181,6 +190,8 @@ class _Class:
             self.add(request.account, self.lanes.pop(request.account))
 
     def forget(self, request: Request) -> None:
+        self.num_requests -= 1
+        self.num_tokens -= len(request.tokens)
         lane = self.lanes[request.account]
         lane.forget(request)
         if not lane.waiting:

@@ -245,7 +245,7 @@ class Rows:
         node = self.tree.unlock(node, epoch)
         self.pool.decref(slots.pages(slot), epoch)
         slots.node[slot] = None
-        slots.num_pages[slot] = slots.computed[slot] = slots.charged[slot] = 0
+        slots.num_pages[slot] = slots.computed[slot] = 0
         return node
 
     def retract(self, slot: int) -> Request:

@@ -82,6 +82,12 @@ class DecodeRows:
         assert not len(self) or self.steps_before_last == (self.limit - self.start).min() - 2
 
     @property
+    def known(self) -> Int32:
+        """[R], as of `Slots`, but never behind."""
+        known: Int32 = self._slots.known[self.index] + np.int32(len(self._tokens))
+        return known
+
+    @property
     def ends(self) -> Bool | None:
         """Whose last token the last `advance` planned: [R], None if nobody's."""
         return None if self.steps_before_last >= 0 else self.start + np.int32(1) >= self.limit

@@ -132,7 +132,7 @@ class Scheduler:
             self._running,
             self.masked_rows,
             rooms=StepRooms(self.step_time, buckets, self._running, gap_ns or {}),
-            tenants=self.queue.tenants,
+            charges=self._charges,
             marks=marks,
             counters=self.counters,
             max_scores=max_num_seqs,
@@ -362,6 +362,7 @@ class Scheduler:
         return {
             "running": self.num_running,
             "waiting": len(self.queue),
+            "waiting_background": self.queue.backlog("background").requests,
             "waiting_for_pages": len(self.queue) if self._admission.lacks_pages else 0,
             "total_pages": rows.pool.num_pages - 1,
             "free_pages": rows.pool.num_free,

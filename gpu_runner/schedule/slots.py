@@ -39,7 +39,7 @@ class Slots:
         known - 1 <= computed    once decoding; computed runs ahead of known by the steps in flight
 
     Of rows that decode, `tokens`, `known`, `computed` and `last_step` are behind until `DecodeRows.store`, which is at
-    the latest when one of them ends or another joins. `charged` may be ahead of `computed` for as long.
+    the latest when one of them ends or another joins. `charged` may be ahead of `known` for as long.
     """
 
     def __init__(self, num_slots: int, max_model_len: int) -> None:
@@ -64,8 +64,10 @@ class Slots:
         self.background = np.zeros(num_slots, np.bool_)
         self.num_background = 0  # slots of such requests
         self.account: Int32 = np.zeros(num_slots, np.int32)  # its tenant's, in `Tenants`
-        self.begun: Int32 = np.zeros(num_slots, np.int32)  # `computed` when it was admitted
-        self.charged: Int32 = np.zeros(num_slots, np.int32)  # `computed` as far as its tenant's account knows
+        self.begun: Int32 = np.zeros(num_slots, np.int32)  # `charged` when it was admitted
+        self.charged: Int32 = np.zeros(
+            num_slots, np.int32
+        )  # positions that its tenant's account knows of; see `Charges`
         self.keeps_place = np.zeros(num_slots, np.bool_)  # as in `Request`, since it was admitted
         self.keeps_pages = np.zeros(num_slots, np.bool_)
         self.admitted = np.zeros(num_slots, np.int64)  # order of (re-)admission
@@ -94,6 +96,7 @@ class Slots:
         self.request[slot] = request
         self.prompt_len[slot] = request.prompt_len
         self.known[slot] = len(request.tokens)
+        self.charged[slot] = len(request.tokens) - 1 if len(request.resumed) else 0
         self.tokens[slot, : len(request.tokens)] = request.tokens
         self.limit[slot] = request.limit
         self.background[slot] = request.background
@@ -110,7 +113,8 @@ class Slots:
     def admit(self, slot: int, request: Request, computed: int) -> None:
         """The row starts, for the first time or again, with `computed` of its tokens found in the cache."""
         self.state[slot] = State.PREFILL
-        self.computed[slot] = self.begun[slot] = self.charged[slot] = computed
+        self.computed[slot] = computed
+        self.begun[slot] = self.charged[slot] = max(self.charged[slot], computed)
         self.priority[slot] = request.priority
         self.keeps_place[slot] = request.keeps_place
         self.keeps_pages[slot] = request.keeps_pages
@@ -144,7 +148,7 @@ class Slots:
             assert (slot in free) == (state == State.FREE), f"slot {slot} is in state {state}"
             assert (self.request[slot] is None) == (state == State.FREE)
             if state == State.FREE:
-                assert self.num_pages[slot] == self.computed[slot] == self.charged[slot] == 0
+                assert self.num_pages[slot] == self.computed[slot] == 0
                 continue
             request = self.request[slot]
             assert request is not None
@@ -158,8 +162,8 @@ class Slots:
             assert self.background[slot] == request.background
             assert self.account[slot] == request.account
             if state == State.RETRACTED:
-                assert self.num_pages[slot] == self.computed[slot] == self.charged[slot] == 0
+                assert self.num_pages[slot] == self.computed[slot] == 0
             else:
                 assert self.begun[slot] <= self.charged[slot]
-                assert state == State.DECODE or self.charged[slot] <= self.computed[slot]
+            assert state == State.DECODE or self.charged[slot] <= self.known[slot]
         assert self.num_background == sum(request is not None and request.background for request in self.request)

@@ -21,7 +21,8 @@ SEARCH_FACTOR = 32
 
 
 class Planner:
-    """bound: as of `Router`. good: what a good request keeps within. sample: replicas that run the real scheduler."""
+    """bound: as of `Router`. good: what a good interactive request keeps within. sample: replicas that run the real
+    scheduler."""
 
     def __init__(
         self,
@@ -42,6 +43,8 @@ class Planner:
         )
         requests = traffic.requests
         self._request_ns = np.array([self._work.ns(each.prompt_tokens, each.output_tokens) for each in requests])
+        interactive = np.array([each.terms.service_class == "interactive" for each in requests])
+        self._interactive = int(interactive[traffic.source].sum())
         self._output_tokens = int(np.array([each.output_tokens for each in requests])[traffic.source].sum())
 
     def bounds(self) -> tuple[int, int]:
@@ -72,20 +75,25 @@ class Planner:
 
     def figures(self, most: int) -> tuple[dict[str, Any], Played]:
         """Times in ms. What is not of the sample is of the whole fleet. utilisation: work per time of the replicas that
-        were up; device_busy: the time in which there was a step, however small."""
+        were up; device_busy: the time in which there was a step, however small. TTFT, TPOT, gaps and good ones are of
+        interactive requests; background_done_s: how long after the last arrival the sample's background requests had
+        all ended, None if it has none."""
         began = time.process_time()
         played = self.play(most)
         sample = run_sample(self._traffic, played, self._config, self._model, count=self._sample, seed=self._seed)
         own = sample.records.figures({"interactive": self._good, "background": self._good})
+        counted = own.get("classes", {"interactive": own})["interactive"]
+        late = sample.records.end[sample.records.is_background & sample.records.ran]
         lives = [played.lives[replica] for replica in sample.replicas]
         up_ns = sum(max(life.off, done) - life.up for life, done in zip(lives, sample.done_ns, strict=True))
         seconds = played.end_ns / 1e9
         sampled = {
             "replicas": len(sample.replicas),
             **{name: own[name] for name in ("requests", "refused", "ended")},
-            **{name: own.get(name) for name in ("ttft_ms", "tpot_ms", "gap_ms")},
+            **{name: counted.get(name) for name in ("ttft_ms", "tpot_ms", "gap_ms")},
             # what was refused is not good
-            "good_share": own.get("good_share", 0.0) * own["ended"] / own["requests"],
+            "good_share": counted.get("good_share", 0.0) * counted["ended"] / counted["requests"],
+            "background_done_s": max(0.0, int(late.max() - self._traffic.at_ns[-1]) / 1e9) if len(late) else None,
             "hit_rate": own.get("hit_rate", 0.0),
             "preemptions": sample.preemptions,
             "device_busy": sample.busy_ns / max(1, up_ns),
@@ -99,7 +107,7 @@ class Planner:
             "requests": len(self._traffic),
             "requests_per_s": len(self._traffic) / seconds,
             "output_tokens_per_s": self._output_tokens / seconds,
-            "goodput_per_s": sampled["good_share"] * len(self._traffic) / seconds,
+            "goodput_per_s": sampled["good_share"] * self._interactive / seconds,
             "utilisation": played.work_ns / sum(max(0, life.off - life.up) for life in played.lives),
             "sample": sampled,
             "cpu_s": time.process_time() - began,

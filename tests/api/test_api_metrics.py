@@ -41,6 +41,7 @@ async def test_gauges_and_totals_have_the_names_that_operators_know(server: Serv
     backend.gauges = lambda: {  # type: ignore[method-assign]
         "running": 2,
         "waiting": 5,
+        "waiting_background": 2,
         "waiting_for_pages": 4,
         "total_pages": 100,
         "free_pages": 60,
@@ -90,6 +91,7 @@ async def test_gauges_and_totals_have_the_names_that_operators_know(server: Serv
     assert page["vllm:request_success_total"] == {("stop",): 7, ("length",): 7, ("abort",): 7, ("error",): 7}
     restarts = {("gpu_runner",): 2, ("tokenizer_proc",): 0, ("detokenizer_proc",): 1}
     assert page["asyncengine:sidecar_restarts_total"] == restarts
+    assert page["asyncengine:num_requests_waiting_by_class"] == {("interactive",): 3, ("background",): 2}
     assert page["asyncengine:num_requests_waiting_by_reason"] == {("kv",): 4, ("other",): 1}
     for name in (
         *("time_to_first_token", "inter_token_latency", "time_per_output_token", "e2e_request_latency"),

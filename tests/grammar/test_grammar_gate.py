@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from asyncengine.errors import EngineError, InvalidRequestError
 from asyncengine.sampling import SamplingParams, Structured
+from asyncengine.terms import Terms
 from asyncengine.wire.grammar_messages import (
     AdvanceMatches,
     CheckGrammar,
@@ -20,10 +22,16 @@ from asyncengine.wire.grammar_messages import (
     MatchFailed,
     OpenMatch,
 )
+from asyncengine.wire.pipes import Pipes, make_run_dir
 from asyncengine.wire.requests import Generate
 from gpu_runner.grammar.checker import CHECK_SECONDS, PATIENCE, START_SECONDS, GrammarChecker
+from gpu_runner.grammar.gate import GrammarGate
 from gpu_runner.grammar.matches import ANSWER_SECONDS, Matches
+from gpu_runner.grammar.process import GrammarSetup
 from gpu_runner.schedule.mask_work import MaskWork, OpenedRow
+from gpu_runner.schedule.masked_rows import MaskedRows
+from gpu_runner.schedule.running import Running
+from gpu_runner.schedule.slots import Slots
 
 
 class FakeProcess:
@@ -94,6 +102,25 @@ class Checks:
 
     def settled(self) -> dict[int, EngineError | None]:
         return {message.rid: error for message, error in self.checker.take_settled()}
+
+
+def test_choices_that_wait_for_a_verdict_are_counted_by_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GrammarGate, "_start", lambda *_: FakeProcess(1))
+    run_dir = make_run_dir()
+    pipes = Pipes(run_dir)
+    setup = GrammarSetup(
+        model_path="", run_dir=str(run_dir), eos_ids=(0,), mask_fd=0, num_slots=4, mask_words=1, life=0
+    )
+    gate = GrammarGate(pipes=pipes, rows=MaskedRows(slots := Slots(4, 16), Running(slots)), setup=setup)
+    gate.submit(Generate(1, bytes(4), SamplingParams(n=2, structured=regex("a")), 1, b"", ""))
+    background = Terms(service_class="background")
+    gate.submit(Generate(3, bytes(4), SamplingParams(structured=regex("b")), 1, b"", "", (), background))
+    assert (gate.num_parked("interactive"), gate.num_parked("background")) == (2, 1)
+    gate.abort(3)
+    gate.abort(2)
+    assert (gate.num_parked("interactive"), gate.num_parked("background")) == (1, 0)
+    pipes.close()
+    shutil.rmtree(run_dir)
 
 
 @pytest.fixture

@@ -240,7 +240,16 @@ async def more_than_may_wait_is_turned_away_and_the_rest_answered(server: Guarde
     assert (await server.complete(n=MAX_QUEUED + ROWS))[0] == 200
     status, body = await server.complete(n=MAX_QUEUED + ROWS + 1)
     assert (status, body["error"]["code"]) == (429, "queue_full")
-    assert body["error"]["message"] == "0 requests wait already, and 8 may; this one has 13"
+    assert body["error"]["message"] == (
+        "0 interactive and 0 background requests wait already, and --max-queued-requests is 8; this one has 13"
+    )
+    share = MAX_QUEUED // 2 + ROWS
+    assert (await server.complete(n=share, service_class="background"))[0] == 200
+    status, body = await server.complete(n=share + 1, service_class="background")
+    assert (status, body["error"]["code"]) == (429, "queue_full")
+    assert body["error"]["message"] == (
+        "0 background requests wait already, and 4 may, half of --max-queued-requests; this one has 9"
+    )
 
     async def ask() -> int:
         body = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}

@@ -136,7 +136,9 @@ def test_a_gpu_runner_in_the_place_of_a_lost_one_reads_and_writes_under_its_own_
         assert ends.inbox.wait(LONG_MS)
         ends.inbox.drain()
     before.inbox.drain()
-    assert before.scheduler.queue.num_tokens == 0, "nothing of it reached the pipes of the life before"
+    assert before.scheduler.queue.backlog("interactive").tokens == 0, (
+        "nothing of it reached the pipes of the life before"
+    )
 
 
 def test_frames_of_a_first_life_say_so_and_none_is_sent_before_the_first_step(pipes: Pipes) -> None:
@@ -175,7 +177,7 @@ def test_only_the_choices_that_were_lost_are_taken_up_again(pipes: Pipes) -> Non
         (6, 103, [7, 8], 6),
     ]
     assert [request.limit for request in lost] == [5, 5]
-    assert ends.scheduler.queue.num_tokens == 2 + 4 + 1
+    assert ends.scheduler.queue.backlog("interactive").tokens == 2 + 4 + 1
     ends.control.send(Abort(6))
     while 6 in ends.scheduler.queue:
         assert ends.inbox.wait(LONG_MS)

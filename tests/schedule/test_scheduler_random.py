@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from itertools import count
 from typing import get_args
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from support.engine_core import EngineCore
 
 from asyncengine.config import SchedulingPolicy, ServiceClass
 from asyncengine.errors import InvalidRequestError
+from asyncengine.sampling import Structured
 from asyncengine.terms import Terms
+from asyncengine.wire.requests import Resume
+from gpu_runner.schedule import queues
+from gpu_runner.schedule.tenants import OUTPUT_WEIGHT, Tenants
 
 OPERATIONS_PER_RUN = 1_000
 RUNS = 20
@@ -68,6 +74,95 @@ def test_with_a_host_tier_every_row_reads_what_was_computed_for_its_own_tokens(s
         assert gauges["host_pages_used"] == 0
     elif host_pages >= 40:
         assert gauges["kv_loads"] > 0
+
+
+class RecordedTenants(Tenants):
+    """What each tenant was charged, whatever it was lifted by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.charged: Counter[str] = Counter()
+
+    def charge_prompt(self, account: int, tokens: int) -> None:
+        super().charge_prompt(account, tokens)
+        self.charged[self._names[account]] += tokens
+
+    def charge_output(self, account: int, tokens: int) -> None:
+        super().charge_output(account, tokens)
+        self.charged[self._names[account]] += OUTPUT_WEIGHT * tokens
+
+    def charge_outputs(self, accounts: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
+        super().charge_outputs(accounts, tokens)
+        assert (tokens >= 0).all()
+        for account, number in zip(accounts.tolist(), tokens.tolist(), strict=True):
+            self.charged[self._names[account]] += OUTPUT_WEIGHT * number
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_request_is_charged_each_token_once_however_often_it_loses_its_pages(
+    seed: int, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is of a tenant of its own. shared: prompts begin alike, so that others' pages may spare a row a part of its
+    own; else what it is charged is what it would be without retraction, to the token."""
+    monkeypatch.setattr(queues, "Tenants", RecordedTenants)
+    rng = np.random.default_rng(2000 + seed)
+    core = EngineCore(
+        num_pages=(9, 12, 16, 8)[seed],
+        max_model_len=128,
+        max_num_seqs=(8, 4, 8, 3)[seed],
+        max_num_batched_tokens=(16, 32, 64, 16)[seed],
+        policy=POLICIES[seed],
+        enable_prefix_caching=seed != 3,
+        vocab_size=30,
+        clock=count(1, 1_000_000).__next__,
+        check=False,
+    )
+    tenants = core.scheduler.queue.tenants
+    assert isinstance(tenants, RecordedTenants)
+    family = rng.integers(0, 30, 128, dtype=np.int32)
+    came_with: dict[int, int] = {}
+    gone: set[int] = set()
+    for _ in range(OPERATIONS_PER_RUN):
+        action, rid = rng.random(), len(core.prompts)
+        terms = Terms(str(rid), CLASSES[rng.integers(2)])
+        space = "" if shared else str(rid)
+        running = [each for each in core.prompts if each not in core.finish and each not in gone]
+        if action < 0.12:
+            prompt = family[: int(rng.integers(1, 60))].copy()
+            structured = Structured("regex", "a") if rng.random() < 0.2 else None
+            with contextlib.suppress(InvalidRequestError):
+                core.add(
+                    *(rid, prompt, int(rng.integers(1, 50))),
+                    priority=int(rng.integers(3)),
+                    ignore_eos=bool(rng.integers(2)),
+                    structured=structured,
+                    namespace=space,
+                    terms=terms,
+                )
+        elif action < 0.16 and running:
+            old = int(rng.choice(running))
+            gone.add(old)
+            core.abort(old)
+            if rng.random() < 0.7:
+                ids = np.array(core.outputs.get(old, []), np.int32)
+                came_with[rid] = len(ids)
+                resume = (Resume(0, ids.tobytes(), 0),)
+                core.add_request(rid, core.prompts[old], core.asked[old][0], resume, namespace=space, terms=terms)
+        elif action < 0.17 and core.row_of:
+            core.stop(*list(core.row_of)[rng.integers(len(core.row_of))])
+        else:
+            core.turn()
+    core.run()
+    core.assert_all_right()
+    core.scheduler.check_integrity()
+    assert core.scheduler.counters.preemptions > 10
+    assert len([rid for rid in core.outputs if came_with.get(rid)]) > 3
+    for rid, output in core.outputs.items():
+        had = came_with.get(rid, 0)
+        prompt_part = tenants.charged[str(rid)] - OUTPUT_WEIGHT * (len(output) - had)
+        computed = 0 if had else len(core.prompts[rid]) - core.opens[rid].cached_tokens
+        assert prompt_part == computed or (shared and 0 <= prompt_part < computed), f"request {rid}"
 
 
 def run_random(core: EngineCore, rng: np.random.Generator, operations: int) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 from support.engine_core import EngineCore
 
 from asyncengine.terms import Terms
+from asyncengine.wire.requests import Resume
 from gpu_runner.schedule.tenants import MAX_IDLE, Tenants
 
 
@@ -99,6 +100,19 @@ def test_prefilled_tokens_weigh_one_output_two_and_cached_ones_nothing() -> None
     assert served(core, "a") == 40 + 2 * 10 + 8 + 2 * 5
     core.run()
     assert served(core, "b") == 9 + 2 * 40
+
+
+def test_what_a_request_had_before_a_loss_costs_nothing_in_the_next_process() -> None:
+    before, after = EngineCore(), EngineCore()
+    before.add(1, prompt_of(40, seed=1), 25, ignore_eos=True, terms=Terms(tenant="a"))
+    while len(before.outputs.get(1, ())) < 10:
+        before.turn()
+    params, _ = before.asked[1]
+    ids = np.array(before.outputs[1], np.int32).tobytes()
+    after.add_request(1, before.prompts[1], params, (Resume(0, ids, 0),), terms=Terms(tenant="a"))
+    after.run()
+    assert len(after.outputs[1]) == 25
+    assert served(after, "a") == 2 * 15
 
 
 def test_the_service_of_two_tenants_that_always_have_work_differs_by_a_constant() -> None:

@@ -9,6 +9,8 @@ import numpy as np
 import plan_capacity
 import pytest
 from simulation.fleet import Played, Scaling, play
+from simulation.planner import Planner
+from simulation.records import Target
 from simulation.replica import ReplicaConfig
 from simulation.router import Router
 from simulation.run import simulate
@@ -17,6 +19,9 @@ from simulation.step_model import StepModel, read_step_model
 from simulation.traces import TraceRequest, load_trace
 from simulation.traffic import Traffic, superposed
 from simulation.work import WorkModel
+from support.step_models import one_us_a_token
+
+from asyncengine.terms import Terms
 
 SAMPLE = Path(__file__).parents[1] / "chaos" / "data" / "azure_conversation.csv"
 FILE = read_step_model(Path(plan_capacity.__file__).parent / "step_models" / "h200-qwen3-0.6b.json")
@@ -78,6 +83,36 @@ def test_prompts_of_a_copy_begin_alike_on_its_replica_and_those_of_another_copy_
     assert cached[1][2:] == [512, 992], "the copy's second prompt comes while the first is computed"
 
 
+def test_with_background_requests_the_figures_are_of_interactive_ones_and_of_when_all_is_done() -> None:
+    background = Terms(service_class="background")
+    trace = [
+        TraceRequest(0, 0, 16, 3),
+        TraceRequest(1, 1 * S, 1024, 2, terms=background),
+        TraceRequest(2, 2 * S, 1024, 2, first_id=2000, terms=background),
+    ]
+    planner = Planner(
+        superposed(trace),
+        CONFIG,
+        one_us_a_token(host_us=0.0),
+        scaling=Scaling(1),
+        bound=2.0,
+        good=Target(1.015, 1.0),
+        sample=1,
+        seed=0,
+    )
+    figures, _ = planner.figures(1)
+    sampled = figures["sample"]
+    assert sampled["ttft_ms"]["p50"] == sampled["ttft_ms"]["p99"] == 1.015
+    assert sampled["tpot_ms"]["p99"] == sampled["gap_ms"]["p99"] == 1.0
+    assert (sampled["requests"], sampled["good_share"]) == (3, 1.0)
+    assert sampled["background_done_s"] == pytest.approx(0.003023)  # 2023 us of prompt, 1000 us of the second token
+    assert figures["goodput_per_s"] == pytest.approx(1 / figures["seconds"])
+    args = plan_capacity.parse([str(SAMPLE), "--background", "0.5", "--background-done-s", "0.003"])
+    assert not plan_capacity.meets(sampled, args)
+    args.background_done_s = 0.004
+    assert plan_capacity.meets(sampled, args)
+
+
 # ---------------------------------------------------------------------------------------------------------- command
 
 
@@ -98,6 +133,17 @@ def test_the_command_finds_the_fewest_replicas_and_says_what_it_tried(
     assert tries[found]["requests"] == 600
     assert tries[found]["gpu_hours"] == pytest.approx(found * tries[found]["seconds"] / 3600)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_trace_of_which_half_can_wait_takes_fewer_replicas_unless_it_may_not_wait_long(tmp_path: Path) -> None:
+    arguments = [str(SAMPLE), "--requests", "40", "--scale-traffic", "15", "--length-scale", "0.2", "--sample", "1"]
+    arguments += ["--max-model-len", "8192", "--max-num-seqs", "16", "--ttft-p99-ms", "100"]
+    found = []
+    for terms in ([], ["--background", "0.5"], ["--background", "0.5", "--background-done-s", "1"]):
+        out = tmp_path / "plan.json"
+        assert plan_capacity.main([*arguments, *terms, "--json", str(out)]) == 0
+        found.append(json.loads(out.read_text())["found"])
+    assert found == [2, 1, 2]
 
 
 def test_a_reactive_fleet_takes_fewer_gpu_hours_than_the_most_that_it_may_have(tmp_path: Path) -> None:
@@ -125,6 +171,7 @@ def test_the_command_says_when_no_fleet_meets_the_targets(capsys: pytest.Capture
     [
         (["absent.csv"], "No such file"),
         (["sharegpt"], "planning needs a trace with times"),
+        ([str(SAMPLE), "--background", "1"], "must be at least 0 and below 1"),
         ([str(SAMPLE), "--good-share", "1.5"], "must be above 0 and at most 1"),
         ([str(SAMPLE), "--replicas", "0"], "must be at least 1"),
         ([str(SAMPLE), "--cold-start-s", "-1"], "must not be negative"),
