@@ -133,8 +133,20 @@ tests() {
   if [ "$TEST_JOBS" -gt 1 ] && "$PYTHON" -c 'import xdist' 2>/dev/null; then
     TEST_ARGS+=(-n "$TEST_JOBS")
   fi
-  # the folders that have such tests: those of others need packages that a GPU machine may lack
-  check tests-gpu "$PYTHON" -m pytest -m gpu "${TEST_ARGS[@]}" tests/device tests/kernels tests/models
+  local begin=$SECONDS missing
+  missing=$("$PYTHON" -c 'import importlib.util as u
+print(*(name for name in ("pytest", "pytest_timeout", "hypothesis") if u.find_spec(name) is None))')
+  if [ -n "$missing" ]; then
+    ended tests "FAILED: not installed: $missing" "$begin"
+    return
+  fi
+  if ! "$PYTHON" -c 'import pytest_asyncio' 2>/dev/null; then
+    echo "without pytest-asyncio, which these tests do not need and whose options are not known then"
+    TEST_ARGS+=(-W "ignore:Unknown config option")
+  fi
+  # those that have such tests: others need packages that a GPU machine may lack
+  check tests-gpu "$PYTHON" -m pytest -m gpu "${TEST_ARGS[@]}" tests/device tests/kernels tests/models \
+    tests/integration/test_server_on_devices.py
   check tests-kernels "$PYTHON" -m pytest -m "not gpu" "${TEST_ARGS[@]}" tests/kernels
 }
 
@@ -281,6 +293,7 @@ stop_server() {
 start_server() {
   local model=$1 folder=$2 log=$3 begin=$SECONDS
   mkdir -p "$folder"
+  : >"$log"
   cp "$model/config.json" "$folder/"
   VOCAB=$("$PYTHON" -c 'import json, sys; print(json.load(open(sys.argv[1]))["vocab_size"])' "$folder/config.json")
   "$PYTHON" scripts/make_toy_tokenizer.py "$folder" "$VOCAB" || return 1
