@@ -30,8 +30,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import signal
 import sys
 import time
 from collections.abc import Iterable
@@ -40,84 +38,23 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-from greedy_proof import Answer, Proof, ServerModel
+from followed_streams import Streams
+from greedy_proof import Proof, ServerModel
 from server_processes import descendants, gpu_mib, gpu_runner, runs
 
 from asyncengine.bench.command import vocabulary
 from asyncengine.client import AsyncClient
-from asyncengine.errors import EngineError
-from asyncengine.sampling import SamplingParams
 
 GONE_SECONDS = 5.0
 FREE_SHARE = 0.05
 """Of the memory that was in use; less is as good as none."""
 POLL_SECONDS = 0.05
-DELTAS_BEFORE = 3
 TOLERANCE = 0.5
-"""Several times what bfloat16 rounds away: logits from 4 to 8 are 1/32 apart, and of a few hundred tokens of 8 layers of
-width 4096 the farthest was 3/32 behind the best. A small part of what a wrong token costs: behind a dropped one the
-farthest of 50 was behind by 4 to 7."""
+"""Several times what bfloat16 rounds away: logits from 4 to 8 are 1/32 apart, and of 300 tokens of 8 layers of width
+4096 the farthest was 3/32 behind the best. A small part of what a wrong token costs: behind a dropped one the farthest
+of 40 was behind by 4 to 7."""
 WAIT_SECONDS = 30.0
 """For what should take no more than `GONE_SECONDS`."""
-
-
-class Streams:
-    """answers: what came of each. deltas: of all. after: by stream, when output came after the kill, in seconds."""
-
-    def __init__(self, client: AsyncClient, prompts: list[list[int]], tokens: int) -> None:
-        self.answers = [Answer(prompt) for prompt in prompts]
-        self.deltas = 0
-        self.killed_at: float | None = None
-        self.after: list[list[float]] = [[] for _ in prompts]
-        self._client = client
-        self._tokens = tokens
-        # of all ids, so that the text can be compared with what they read
-        self._params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, skip_special_tokens=False)
-
-    async def run(self) -> None:
-        """Until all have ended."""
-        await asyncio.gather(*map(self._read, self.answers, self.after))
-
-    async def _read(self, answer: Answer, after: list[float]) -> None:
-        try:
-            async for delta in self._client.generate(answer.prompt, self._params):
-                if self.killed_at is not None:
-                    after.append(time.monotonic() - self.killed_at)
-                answer.add(delta, early=self.killed_at is None)
-                self.deltas += 1
-        except EngineError as error:
-            answer.faults.append(f"{type(error).__name__}: {error}")
-
-    async def faults(self, model: ServerModel) -> list[str]:
-        """Of all that have ended, each with its stream."""
-        for answer in self.answers:
-            answer.check_end(self._tokens, await model.text(answer.ids))
-        return [f"stream {place}: {fault}" for place, each in enumerate(self.answers) for fault in each.faults]
-
-    def equal(self, others: Streams) -> int:
-        """How many answers are those of the others, in ids and text."""
-        pairs = zip(self.answers, others.answers, strict=True)
-        return sum((one.ids, one.text) == (other.ids, other.text) for one, other in pairs)
-
-    def back(self) -> list[float]:
-        """When each stream went on, ascending: at the end of its longest silence, since what had left gpu_runner before
-        the kill still comes after it."""
-        ends = []
-        for times in self.after:
-            if times:
-                ends.append(max(zip([0.0, *times], times, strict=False), key=lambda gap: gap[1] - gap[0])[1])
-        return sorted(ends)
-
-    async def kill_amid(self, pid: int) -> asyncio.Task[None]:
-        """Start all and kill the process once each has had some output on average; `run` goes on."""
-        running = asyncio.create_task(self.run())
-        while self.deltas < DELTAS_BEFORE * len(self.answers):
-            if running.done():
-                raise SystemExit("the streams ended before anything could be killed: more --tokens are needed")
-            await asyncio.sleep(POLL_SECONDS / 10)
-        os.kill(pid, signal.SIGKILL)
-        self.killed_at = time.monotonic()
-        return running
 
 
 async def seconds_until(condition: Any, since: float) -> float | None:
@@ -141,7 +78,7 @@ async def check(args: argparse.Namespace) -> list[dict[str, Any]]:
         peace, again = (Streams(client, prompts, args.tokens) for _ in range(2))
         for streams in (peace, again):
             await streams.run()
-            if faults := await streams.faults(model):
+            if faults := streams.faults(await model.texts(streams.answers)):
                 raise SystemExit(f"{len(faults)} faults of {args.streams} streams in peace: {faults[0]}")
         rows = [await kill_gpu_runner(args, Streams(client, prompts, args.tokens), peace, again, model)]
         print(line(rows[-1]), flush=True)
@@ -159,7 +96,7 @@ async def kill_gpu_runner(
     running = await streams.kill_amid(pid)
     await running
     after = gpu_mib()
-    failures = await streams.faults(model)
+    failures = streams.faults(await model.texts(streams.answers))
     gap: list[float] | None = None
     control: dict[str, Any] | None = None
     if not failures:

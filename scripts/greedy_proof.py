@@ -10,50 +10,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import aiohttp
+from followed_streams import Answer
 
-from asyncengine.delta import Delta
 from asyncengine.errors import EngineError
-
-
-@dataclass
-class Answer:
-    """What a client has of one stream. early: how many of its ids came before the kill. faults: what cannot be of a
-    stream whose tokens all come once, in order, and are counted so."""
-
-    prompt: list[int]
-    ids: list[int] = field(default_factory=list)
-    text: str = ""
-    early: int = 0
-    finishes: list[str] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
-
-    def add(self, delta: Delta, *, early: bool) -> None:
-        if self.finishes:
-            self.faults.append(f"output after its end: {delta.text!r}")
-        self.ids += delta.token_ids
-        self.text += delta.text
-        if early:
-            self.early = len(self.ids)
-        if delta.completion_tokens != len(self.ids):
-            self.faults.append(f"{len(self.ids)} ids had come, {delta.completion_tokens} were counted")
-        if delta.finish_reason is not None:
-            self.finishes.append(delta.finish_reason)
-
-    def check_end(self, tokens: int, text: str) -> None:
-        """tokens: that it was to have. text: what its ids read."""
-        if self.finishes != ["length"] or len(self.ids) != tokens:
-            self.faults.append(f"it ended as {self.finishes} with {len(self.ids)} ids of {tokens}")
-        if self.text != text:
-            self.faults.append(f"its ids do not read {self.text[:40]!r}..., which it said")
-
-    def without_one(self) -> list[int]:
-        """Its ids, had the last that came before the kill been lost."""
-        place = max(0, self.early - 1)
-        return self.ids[:place] + self.ids[place + 1 :]
 
 
 class Proof(NamedTuple):
@@ -64,7 +26,7 @@ class Proof(NamedTuple):
     shortened: list[float]
 
     def faults(self, tolerance: float) -> list[str]:
-        """None where every answer is within the tolerance and most of the shortened ones are not."""
+        """None where every answer is within the tolerance and at least half of the shortened ones are not."""
         faults = [
             f"a token of stream {place} is less likely than the best by {gap:.2g} nat"
             for place, gap in enumerate(self.gaps)
@@ -87,9 +49,10 @@ class ServerModel:
         self._http = http
         self._url = url
 
-    async def text(self, ids: Sequence[int]) -> str:
-        answer = await self._post("/detokenize", {"tokens": list(ids)})
-        return str(answer["prompt"])
+    async def texts(self, answers: Sequence[Answer]) -> list[str]:
+        """What the ids of each read."""
+        read = (self._post("/detokenize", {"tokens": answer.ids}) for answer in answers)
+        return [str(each["prompt"]) for each in await asyncio.gather(*read)]
 
     async def gaps(self, prompt: list[int], ids: list[int]) -> list[float]:
         """By how many nats each of `ids` is less likely than the best in its place, after the prompt and those before

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import bench_gap
-import check_recovery
 import compare_with_simulation
 import msgspec
 import pytest
@@ -22,7 +21,9 @@ import rate_at_load
 import watch_step_time
 from bench_gap import Streams
 from compare_with_simulation import COLUMNS, compared, described, simulated
-from greedy_proof import Answer, Proof
+from followed_streams import Answer
+from followed_streams import Streams as FollowedStreams
+from greedy_proof import Proof
 from simulation.replica import ReplicaConfig
 from simulation.step_model import Coefficients, StepModel
 from simulation.traces import OUTPUT_IDS, from_jobs
@@ -226,7 +227,7 @@ def test_answers_are_proven_within_a_tolerance_and_only_if_a_dropped_token_would
 
 
 def test_a_stream_goes_on_when_its_longest_silence_ends() -> None:
-    streams = check_recovery.Streams.__new__(check_recovery.Streams)
+    streams = FollowedStreams.__new__(FollowedStreams)
     streams.after = [[0.1, 0.2, 7.0, 7.1], [], [5.0], [0.1, 0.2]]
     assert streams.back() == [0.1, 5.0, 7.0]
 
