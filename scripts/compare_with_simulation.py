@@ -28,7 +28,7 @@ from simulation.run import simulate, simulate_closed_loop
 from simulation.step_model import StepModel, read_step_model
 from simulation.traces import from_jobs
 
-from asyncengine.bench.report import class_targets
+from asyncengine.bench.report import CACHED_SHARE_TOLD, class_targets
 from asyncengine.bench.workload import Load
 
 SPREADS = {"TTFT": ("ttft_ms", "ttft_ms"), "TPOT": ("tpot_ms", "tpot_ms"), "gap": ("itl_ms", "gap_ms")}
@@ -124,6 +124,8 @@ def main() -> None:
         figures = simulated(load, replica_config(args, file), StepModel(file.coefficients))
         rows = compared(run, figures)
         print(f"{path.stem}: {run['ok']} of {run['requests']} ok in {run['seconds']:.1f} s, {described(load)}")
+        if (share := run.get("cached_prompt_share", 0.0)) >= CACHED_SHARE_TOLD:
+            print(f"  no comparison: the server had {100 * share:.0f} % of its prompt tokens from before")
         print_rows(rows)
         results.append({"run": path.stem, "load": run["load"], "rows": rows, "device_busy": figures["device_busy"]})
     if args.json:

@@ -20,6 +20,8 @@
 #     SERVE_ARGS   more flags for `asyncengine serve`, e.g. "--detokenizer-workers 2"
 #     CLASS_MODEL  of classes, step_time and recovery, which share a server where they follow each other (default: the 8B
 #                  shape); CLASS_SECONDS: how long each run of mixed requests is to take (default: 60, or 30)
+#     RECOVERY_ARGS  more flags for scripts/check_recovery.py, e.g. "--require-equal" where SERVE_ARGS make batches change
+#                  no bit
 #     KERNELS      scripts of scripts/bench_kernels, by name
 #     TEST_JOBS    tests at a time, where pytest-xdist is installed (default: half the cores, at most 8)
 #     LIMIT        most seconds of a test run, a benchmark or a model's start (default: 300)
@@ -70,7 +72,8 @@ CLASS_MODEL=${CLASS_MODEL:-scripts/data/llama-3.1-8b}
 KERNEL_ARGS=()
 ENGINE_ARGS=(--max-num-seqs 256 --max-num-batched-tokens 2048 --max-model-len 40960)
 CLASS_LENGTHS=conversation
-GAP_ARGS=() RECOVERY_ARGS=()
+GAP_ARGS=()
+read -ra RECOVERY_ARGS <<<"${RECOVERY_ARGS:-}"
 if [ "$DEVICE" != cuda ]; then
   KERNEL_ARGS=(--smoke)
   STEP_ARGS+=(--batches 1,4 --steps 20 --context 32 --max-num-batched-tokens 64 --kv-cache-tokens 16384)
@@ -78,11 +81,13 @@ if [ "$DEVICE" != cuda ]; then
   ENGINE_ARGS=(--max-num-seqs 8 --max-num-batched-tokens 64 --max-model-len 1024 --kv-cache-tokens 16384)
   CLASS_LENGTHS=60:20
   GAP_ARGS=(--streams 3 --stream-prompt 16 --stream-tokens 900 --prompt 600)
-  RECOVERY_ARGS=(--streams 6 --prompt 30 --tokens 400)
+  RECOVERY_ARGS=(--streams 6 --prompt 30 --tokens 400 --require-equal --tolerance 1e-3 "${RECOVERY_ARGS[@]}")
   COPIES_ARGS=(--device cpu --batches 1,4 --steps 20 --pages 1,4 --kv-cache-tokens 8192 --host-gib 0.5)
 fi
 FAILED=()
 SERVER= SERVED=
+# of the latest run of requests: each takes the next, so that no server's prefix cache has seen any of its prompts
+SEED=0
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
 read -ra parts <<<"${*:-$PARTS}"
@@ -128,8 +133,20 @@ tests() {
   if [ "$TEST_JOBS" -gt 1 ] && "$PYTHON" -c 'import xdist' 2>/dev/null; then
     TEST_ARGS+=(-n "$TEST_JOBS")
   fi
-  # the folders that have such tests: those of others need packages that a GPU machine may lack
-  check tests-gpu "$PYTHON" -m pytest -m gpu "${TEST_ARGS[@]}" tests/device tests/kernels tests/models
+  local begin=$SECONDS missing
+  missing=$("$PYTHON" -c 'import importlib.util as u
+print(*(name for name in ("pytest", "pytest_timeout", "hypothesis") if u.find_spec(name) is None))')
+  if [ -n "$missing" ]; then
+    ended tests "FAILED: not installed: $missing" "$begin"
+    return
+  fi
+  if ! "$PYTHON" -c 'import pytest_asyncio' 2>/dev/null; then
+    echo "without pytest-asyncio, which these tests do not need and whose options are not known then"
+    TEST_ARGS+=(-W "ignore:Unknown config option")
+  fi
+  # those that have such tests: others need packages that a GPU machine may lack
+  check tests-gpu "$PYTHON" -m pytest -m gpu "${TEST_ARGS[@]}" tests/device tests/kernels tests/models \
+    tests/integration/test_server_on_devices.py
   check tests-kernels "$PYTHON" -m pytest -m "not gpu" "${TEST_ARGS[@]}" tests/kernels
 }
 
@@ -179,7 +196,7 @@ serve() {
     served "$name" "$model" || continue
     for run in "${!STREAMS[@]}"; do
       local label="serve-$name-${STREAMS[$run]}"
-      check "$label" "$PYTHON" scripts/bench_serving.py --url "$URL" --quiet --vocab "256:$VOCAB" \
+      check "$label" "$PYTHON" scripts/bench_serving.py --url "$URL" --quiet --vocab "256:$VOCAB" --seed $((SEED += 1)) \
         --concurrency "${STREAMS[$run]}" --requests "${REQUESTS[$run]}" --json "$OUT/$label.json"
       # of the run's last steps, from the rings of accounts
       check "host-${label#serve-}" "$PYTHON" scripts/profile_host.py --seconds 0 --out "$OUT/host-${label#serve-}"
@@ -218,21 +235,21 @@ classes() {
 class_run() {
   local out=$OUT/$name-$1.json
   check "classes-$name-$1" "$PYTHON" scripts/watch_step_time.py --url "$URL" --json "$OUT/steptime-$name-$1.json" -- \
-    "$PYTHON" scripts/bench_serving.py --url "$URL" --quiet --vocab "256:$VOCAB" --lengths "$CLASS_LENGTHS" \
-    --background "$2" --rate "$3" --requests "$4" --json "$out"
+    "$PYTHON" scripts/bench_serving.py --url "$URL" --quiet --vocab "256:$VOCAB" --seed $((SEED += 1)) \
+    --lengths "$CLASS_LENGTHS" --background "$2" --rate "$3" --requests "$4" --json "$out"
   [ -e "$out" ] && runs+=("$out")
 }
 
 step_time() {
   engine_server || return
   check "beside-$(basename "$CLASS_MODEL")" "$PYTHON" scripts/bench_gap.py --url "$URL" --vocab "256:$VOCAB" \
-    "${GAP_ARGS[@]}" --json "$OUT/beside-$(basename "$CLASS_MODEL").json"
+    --seed $((SEED += 1)) "${GAP_ARGS[@]}" --json "$OUT/beside-$(basename "$CLASS_MODEL").json"
 }
 
 recovery() {
   engine_server || return
   check "recovery-$(basename "$CLASS_MODEL")" "$PYTHON" scripts/check_recovery.py --url "$URL" --pid "$SERVER" \
-    --vocab "256:$VOCAB" "${RECOVERY_ARGS[@]}" --json "$OUT/recovery-$(basename "$CLASS_MODEL").json"
+    --vocab "256:$VOCAB" --seed $((SEED += 1)) "${RECOVERY_ARGS[@]}" --json "$OUT/recovery-$(basename "$CLASS_MODEL").json"
   kill -9 "$SERVER" 2>/dev/null # it is dead already unless the check failed
   wait "$SERVER" 2>/dev/null
   SERVER= SERVED=
@@ -276,6 +293,7 @@ stop_server() {
 start_server() {
   local model=$1 folder=$2 log=$3 begin=$SECONDS
   mkdir -p "$folder"
+  : >"$log"
   cp "$model/config.json" "$folder/"
   VOCAB=$("$PYTHON" -c 'import json, sys; print(json.load(open(sys.argv[1]))["vocab_size"])' "$folder/config.json")
   "$PYTHON" scripts/make_toy_tokenizer.py "$folder" "$VOCAB" || return 1

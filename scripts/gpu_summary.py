@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import check_recovery
+
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Empty without rows."""
@@ -163,16 +165,11 @@ def beside(folder: Path) -> str:
 
 def recovery(folder: Path) -> str:
     rows = [
-        (
-            *(model, row["killed"], "-" if row["equal"] is None else f"{row['equal']} of {row['streams']}"),
-            ", ".join("never" if seconds is None else f"{seconds:.2f}" for seconds in row["back_s"] or [None]),
-            " to ".join("-" if mib is None else str(mib) for mib in row["gpu_mib"]),
-            "ok" if row["ok"] else "FAILED",
-        )
+        (model, row["killed"], *check_recovery.cells(row), "ok" if row["ok"] else "FAILED")
         for model, rows in read(folder, "recovery")
         for row in rows
     ]
-    return table(("recovery", "killed", "text equal", "back s", "GPU MiB", ""), rows)
+    return table(("recovery", "killed", *check_recovery.COLUMNS, ""), rows)
 
 
 def streams(name: str) -> int:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import bench_gap
-import check_recovery
 import compare_with_simulation
 import msgspec
 import pytest
@@ -22,6 +21,9 @@ import rate_at_load
 import watch_step_time
 from bench_gap import Streams
 from compare_with_simulation import COLUMNS, compared, described, simulated
+from followed_streams import Answer
+from followed_streams import Streams as FollowedStreams
+from greedy_proof import Proof
 from simulation.replica import ReplicaConfig
 from simulation.step_model import Coefficients, StepModel
 from simulation.traces import OUTPUT_IDS, from_jobs
@@ -29,6 +31,7 @@ from support.python_path import PYTHON_PATH
 
 from asyncengine.bench.records import Job
 from asyncengine.bench.workload import Load
+from asyncengine.delta import Delta
 from asyncengine.wire.accounting import RingWriter, StepRecord
 
 COEFFICIENTS = Coefficients(
@@ -101,12 +104,14 @@ def test_the_commands_print_what_they_compare_and_a_rate(
     cache = {"tokens": 65536, "bytes_per_token": 1, "source": "none"}
     file = {"gpu": "none", "model": "tiny", "max_model_len": 8192, "kv_cache": cache}
     model.write_text(json.dumps(file | {"coefficients": msgspec.to_builtins(COEFFICIENTS)}))
-    run.write_text(json.dumps(as_if_real(simulated(LOAD, CONFIG, StepModel(COEFFICIENTS)))))
+    cached = as_if_real(simulated(LOAD, CONFIG, StepModel(COEFFICIENTS))) | {"cached_prompt_share": 0.25}
+    run.write_text(json.dumps(cached))
     argv = ["compare", str(run), "--model", str(model), "--json", str(out), "--png", str(tmp_path / "out.png")]
     monkeypatch.setattr(sys, "argv", argv)
     compare_with_simulation.main()
     printed = capsys.readouterr().out
     assert "run: 40 of 40 ok" in printed
+    assert "no comparison: the server had 25 % of its prompt tokens from before" in printed
     assert [line.split()[:2] for line in printed.splitlines() if "interactive" in line] == [["interactive", "19"]]
     assert json.loads(out.read_text())["runs"][0]["rows"][0]["error"][0] == 0
     assert (tmp_path / "out.png").stat().st_size > 1000
@@ -174,25 +179,55 @@ def run_main(main: Callable[[], int | None], monkeypatch: pytest.MonkeyPatch, *a
     return main()
 
 
-def test_streams_survive_gpu_runner_and_nothing_survives_the_server(
-    short_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = short_path / "out.json"
-    monkeypatch.setattr(check_recovery, "gpu_mib", lambda: None)
-    monkeypatch.setattr(check_recovery, "GPU_RUNNERS", (b"support.scripted_runner",))
-    monkeypatch.setattr(check_recovery, "GONE_SECONDS", 1e6)
-    with scripted_server(short_path, step_ms=5) as (server, url):
-        args = ("--url", url, "--pid", server.pid, "--streams", "4", "--prompt", "20", "--tokens", "100", "--json", out)
-        assert run_main(check_recovery.main, monkeypatch, *args) == 0
-        assert not any(map(check_recovery.runs, check_recovery.descendants(server.pid)))
-    runner, whole = json.loads(out.read_text())
-    assert (runner["killed"], runner["equal"], runner["failures"]) == ("gpu_runner", 4, [])
-    assert (whole["killed"], whole["ok"]) == ("server", True)
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["killed", "gpu_runner", "server"]
+def delta(ids: list[int], counted: int, text: str = "", finish_reason: str | None = None) -> Delta:
+    return Delta(
+        index=0,
+        text=text,
+        token_ids=ids,
+        prompt_tokens=1,
+        cached_tokens=0,
+        completion_tokens=counted,
+        finish_reason=finish_reason,
+    )
+
+
+@pytest.mark.parametrize(
+    ("deltas", "text", "faults"),
+    [
+        ([delta([5, 6], 2, "ab"), delta([7], 3, "c", "length")], "abc", []),
+        ([delta([5, 6], 2, "ab"), delta([7], 4, "c", "length")], "abc", ["3 ids had come, 4 were counted"]),
+        ([delta([5, 6], 2, "ab", "length")], "ab", ["it ended as ['length'] with 2 ids of 3"]),
+        ([delta([5, 6, 7], 3, "abc")], "abc", ["it ended as [] with 3 ids of 3"]),
+        ([delta([5, 6, 7], 3, "aac", "length")], "abc", ["its ids do not read 'aac'..., which it said"]),
+        (
+            [delta([5, 6, 7], 3, "ab", "length"), delta([], 3, "c", "length")],
+            "abc",
+            ["output after its end: 'c'", "it ended as ['length', 'length'] with 3 ids of 3"],
+        ),
+    ],
+)
+def test_what_cannot_be_of_a_whole_stream_is_told(deltas: list[Delta], text: str, faults: list[str]) -> None:
+    answer = Answer([1])
+    for place, each in enumerate(deltas):
+        answer.add(each, early=place == 0)
+    answer.check_end(3, text)
+    assert answer.faults == faults
+
+
+def test_answers_are_proven_within_a_tolerance_and_only_if_a_dropped_token_would_have_been_found() -> None:
+    assert Answer([1], [5, 6, 7], early=2).without_one() == [5, 7]
+    assert Proof(gaps=[0.0, 0.1], shortened=[3.0, 0.05]).faults(0.1) == []
+    assert Proof(gaps=[0.0, 0.25, float("nan")], shortened=[3.0, 3.0, 3.0]).faults(0.1) == [
+        "a token of stream 1 is less likely than the best by 0.25 nat",
+        "a token of stream 2 is less likely than the best by nan nat",
+    ]
+    assert Proof(gaps=[0.0] * 3, shortened=[3.0, 0.0, 0.1]).faults(0.1) == [
+        "a dropped token is found in 1 of 3: nothing is proven"
+    ]
 
 
 def test_a_stream_goes_on_when_its_longest_silence_ends() -> None:
-    streams = check_recovery.Streams.__new__(check_recovery.Streams)
+    streams = FollowedStreams.__new__(FollowedStreams)
     streams.after = [[0.1, 0.2, 7.0, 7.1], [], [5.0], [0.1, 0.2]]
     assert streams.back() == [0.1, 5.0, 7.0]
 

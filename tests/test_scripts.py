@@ -178,6 +178,36 @@ def test_without_a_gpu_the_check_says_so_and_a_wrong_part_is_named() -> None:
     assert "has no part nothing" in message
 
 
+STAND_IN = """#!/bin/sh
+case "$*" in
+*vocab_size*) echo 300 ;;
+*asyncengine.cli*)
+  sleep 60 &
+  trap 'kill $!; exit 0' TERM
+  echo "Ready: m at http://127.0.0.1:1"
+  wait
+  ;;
+*rate_at_load.py*) echo "10 5" ;;
+*bench_serving.py* | *bench_gap.py* | *check_recovery.py*) echo "$@" >>"$OUT/runs" ;;
+esac
+"""
+
+
+def test_no_two_runs_of_the_check_send_the_same_prompts(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    (tmp_path / "config.json").write_text("{}")
+    model, out = str(tmp_path), tmp_path / "out"
+    environ = {"PYTHON": str(python), "OUT": str(out), "DEVICE": "cpu", "CLASS_MODEL": model, "SERVE_MODELS": model}
+    parts = ("serve", "classes", "step_time", "recovery")
+    result = subprocess.run([GPU_CHECK, *parts], env=os.environ | environ, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    runs = [line.split() for line in (out / "runs").read_text().splitlines()]
+    assert len(runs) == 3 + 4 + 1 + 1
+    assert len({run[run.index("--seed") + 1] for run in runs}) == len(runs)
+
+
 @pytest.mark.parametrize("size", [256, 3000])
 def test_a_toy_tokenizer_has_a_text_for_every_id(size: int) -> None:
     vocabulary = Vocabulary(toy_tokenizer(size))
@@ -216,12 +246,14 @@ def test_the_checks_summary_has_its_parts_and_headline_numbers(tmp_path: Path) -
     killed = {
         "killed": "server",
         "streams": 64,
-        "equal": None,
+        **dict.fromkeys(("equal", "equal_in_peace", "gap", "control")),
         "back_s": [0.25, None],
         "gpu_mib": [120000, 3],
         "ok": False,
     }
-    (tmp_path / "recovery-m.json").write_text(json.dumps([killed]))
+    lost = {"killed": "gpu_runner", "streams": 64, "equal": 0, "equal_in_peace": 1, "gap": [0.0312, 0.025], "ok": True}
+    lost |= {"control": {"found": 15, "of": 16, "median_gap": 4.56}, "back_s": [15.5, 15.75], "gpu_mib": [9, 9]}
+    (tmp_path / "recovery-m.json").write_text(json.dumps([lost, killed]))
     lines = gpu_summary.summary(tmp_path).splitlines()
     rows = [line for line in lines if line and " --- " not in line]
     assert rows == [
@@ -246,8 +278,9 @@ def test_the_checks_summary_has_its_parts_and_headline_numbers(tmp_path: Path) -
         "| gaps | class, run | streams | p50 ms | p99 | max | TTFT ms | steps | chunk | device ms | max | off |",
         "| m | background 1 | 32 beside 32768 | 50.0 | 51.2 | 60.0 | 900 | - | - | - | - | 2.0 % |",
         "| m | background 1 | 32 beside 32768 | 50.0 | 51.2 | 60.0 | 900 | 17 | 2016 | 49.0 | 50.0 | 2.0 % |",
-        "| recovery | killed | text equal | back s | GPU MiB |  |",
-        "| m | server | - | 0.25, never | 120000 to 3 | FAILED |",
+        "| recovery | killed | text equal | in peace | gap | control | back s | GPU MiB |  |",
+        "| m | gpu_runner | 0 of 64 | 1 of 64 | 0.031, 0.025 | 15 of 16, 4.6 | 15.50, 15.75 | 9 -> 9 | ok |",
+        "| m | server | - | - | - | - | 0.25, never | 120000 -> 3 | FAILED |",
     ]
 
 

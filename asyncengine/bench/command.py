@@ -111,7 +111,12 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=positive_float, default=600.0, metavar="S", help="seconds for one request (default: 600)"
     )
     parser.add_argument(
-        "--seed", type=natural, default=0, metavar="N", help="of arrivals, prompts and classes (default: 0)"
+        "--seed",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="of arrivals, prompts and classes; a server may have the prompts of an earlier run with the same in its "
+        "prefix cache (default: 0)",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar (default: a bar)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here (default: nowhere)")

@@ -11,9 +11,20 @@ import msgspec
 DETAIL_BYTES = 300
 
 
+class PromptDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int | None = None
+
+
 class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
+    prompt_tokens_details: PromptDetails | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        """0 where the server says nothing of it."""
+        details = self.prompt_tokens_details
+        return 0 if details is None else details.cached_tokens or 0
 
 
 class Chunk(msgspec.Struct, frozen=True):

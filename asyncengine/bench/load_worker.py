@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
 import sys
 import time
 
@@ -19,6 +18,7 @@ import uvloop
 
 from asyncengine.bench.exchange import Exchange, Usage, judge
 from asyncengine.bench.records import Done, Job, Line, Ready, Record, Task
+from asyncengine.bench.workload import prompt_ids
 
 
 class LoadWorker:
@@ -86,6 +86,7 @@ class LoadWorker:
             first_s=arrivals[0] if arrivals else None,
             last_s=arrivals[-1] if arrivals else None,
             prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
             output_tokens=usage.completion_tokens,
             gaps_us=[round(1e6 * (b - a)) for a, b in itertools.pairwise(arrivals)],
             service_class=job.service_class,
@@ -93,11 +94,10 @@ class LoadWorker:
 
     def _request(self, job: Job) -> bytes:
         task = self._task
-        prompt = random.Random(f"{task.seed} {job.index}").choices(range(*task.vocab), k=job.prompt_tokens)
         body = msgspec.json.encode(
             {
                 "model": task.model,
-                "prompt": prompt,
+                "prompt": prompt_ids(job, task.seed, task.vocab),
                 "max_tokens": job.output_tokens,
                 "temperature": 0,
                 "ignore_eos": True,

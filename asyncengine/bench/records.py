@@ -46,7 +46,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     status: "ok", else what went wrong. detail: the beginning of what the server said about that.
     first_s, last_s: arrival of the first and last event with output, None where there was none.
     gaps_us: times between the arrivals of output; several events that arrive at once are one arrival.
-    prompt_tokens, output_tokens: as the server counts them.
+    prompt_tokens, output_tokens: as the server counts them. cached_tokens: of the prompt's, those that it says it had.
     """
 
     status: str
@@ -60,6 +60,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     output_tokens: int
     gaps_us: list[int]
     service_class: ServiceClass | None = None
+    cached_tokens: int = 0
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):

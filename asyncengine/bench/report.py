@@ -12,6 +12,8 @@ from asyncengine.bench.records import Record
 from asyncengine.config import EngineConfig, ServiceClass
 
 PERCENTILES = (50, 90, 99)
+CACHED_SHARE_TOLD = 0.005
+"""Latencies with a larger share are not those of prompts that are new to the server."""
 
 
 def summarize(records: Sequence[Record], goodput: tuple[float, float] | None = None) -> dict[str, Any]:
@@ -27,6 +29,7 @@ def summarize(records: Sequence[Record], goodput: tuple[float, float] | None = N
         "seconds": seconds,
         "requests_per_s": len(good) / seconds,
         "prompt_tokens_per_s": sum(record.prompt_tokens for record in good) / seconds,
+        "cached_prompt_share": cached_share(good),
         **({"late_ms": spread(late)} if late else {}),
     }
     if goodput is not None:
@@ -38,6 +41,11 @@ def summarize(records: Sequence[Record], goodput: tuple[float, float] | None = N
             own = [record for record in records if record.service_class == name]
             summary["classes"][name] = _of(own, seconds) | {"within": _within(own, targets[name], seconds)}
     return summary
+
+
+def cached_share(records: Sequence[Record]) -> float:
+    """Of the tokens of all prompts, those that the server had from before."""
+    return sum(record.cached_tokens for record in records) / max(1, sum(record.prompt_tokens for record in records))
 
 
 def class_targets() -> dict[ServiceClass, tuple[float, float]]:
@@ -103,6 +111,8 @@ def print_summary(summary: dict[str, Any]) -> None:
         f"{summary['requests_per_s']:,.2f} requests/s   {summary['output_tokens_per_s']:,.1f} output tokens/s   "
         f"{summary['prompt_tokens_per_s']:,.1f} prompt tokens/s"
     )
+    if (share := summary["cached_prompt_share"]) >= CACHED_SHARE_TOLD:
+        print(f"the server had {100 * share:.0f} % of the prompt tokens from before; another --seed sends new prompts")
     if goal := summary.get("goodput"):
         share = goal["met"] / max(1, summary["requests"])
         print(

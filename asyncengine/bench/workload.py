@@ -62,6 +62,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         return jobs
 
 
+def prompt_ids(job: Job, seed: int, vocab: tuple[int, int]) -> list[int]:
+    """From the first of `vocab` to below the second, the same for the same seed and place in the load."""
+    return random.Random(f"{seed} {job.index}").choices(range(*vocab), k=job.prompt_tokens)
+
+
 def background_requests(count: int, share: float, seed: int) -> list[bool]:
     """Which of `count` requests are of class background."""
     drawn: list[bool] = (np.random.default_rng((seed, 1)).random(count) < share).tolist()

@@ -24,9 +24,9 @@ from asyncengine.bench.exchange import Exchange, judge
 from asyncengine.bench.load import load, split
 from asyncengine.bench.records import Job, Record
 from asyncengine.bench.report import print_summary, summarize
-from asyncengine.bench.workload import Load, make_jobs, read_trace
+from asyncengine.bench.workload import Load, make_jobs, prompt_ids, read_trace
 from asyncengine.cli import build_parser, main
-from asyncengine.config import ServiceClass
+from asyncengine.config import PAGE_SIZE, ServiceClass
 
 # ----------------------------------------------------------------------------------------------------- what is sent
 
@@ -92,6 +92,21 @@ def test_lengths_of_conversations_are_drawn_from_the_seed() -> None:
         assert sum(values) / len(values) == pytest.approx(mean, rel=0.1)
         assert min(values) >= 1
         assert max(values) <= most
+
+
+def test_prompts_of_two_seeds_share_no_page_and_those_of_one_are_the_same() -> None:
+    jobs = make_jobs(200, lengths="conversation", rate=None, seed=1)
+    vocab = (256, 151_936)
+
+    def pages(seed: int) -> set[tuple[int, ...]]:
+        prompts = [prompt_ids(job, seed, vocab) for job in jobs]
+        assert [len(prompt) for prompt in prompts] == [job.prompt_tokens for job in jobs]
+        return {tuple(prompt[at : at + PAGE_SIZE]) for prompt in prompts for at in range(0, len(prompt), PAGE_SIZE)}
+
+    whole = pages(1)
+    assert whole == pages(1)
+    assert len(whole) > 10_000
+    assert not {page for page in whole & pages(2) if len(page) == PAGE_SIZE}
 
 
 def test_processes_share_the_jobs_and_the_concurrency() -> None:
@@ -235,6 +250,7 @@ async def test_a_server_is_loaded_by_several_processes(
             writer.write(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 2\r\n\r\n{}")
         else:
             usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]}
+            usage |= {"prompt_tokens_details": {"cached_tokens": 5}}
             events = [sse(text_event("ab")) for _ in range(body["max_tokens"] // 2)]
             writer.write(HEAD + in_chunks(*events, sse({"choices": [], "usage": usage}, "[DONE]")))
         await writer.drain()
@@ -261,6 +277,7 @@ async def test_a_server_is_loaded_by_several_processes(
     print_summary(summary)
     output = capsys.readouterr().out
     assert "9 of 10 requests ok" in output
+    assert "the server had 34 % of the prompt tokens from before" in output
     assert "failed:      1 x HTTP 503, such as: {}" in output
 
 

@@ -1,5 +1,5 @@
 """What a test's child processes need on PYTHONPATH: the doubles in `tests/`, and this checkout's packages before any
-installed ones."""
+installed ones; and what it already names, where packages may lie that are not installed."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ import os
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-PYTHON_PATH = os.pathsep.join((str(TESTS.parent), str(TESTS)))
+PYTHON_PATH = os.pathsep.join(filter(None, (str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH"))))
