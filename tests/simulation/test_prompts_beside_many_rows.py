@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulation.records import Target
+from simulation.records import Target, Targets
 from simulation.replica import ReplicaConfig
 from simulation.run import simulate_closed_loop
 from simulation.step_model import StepModel, read_step_model
@@ -16,7 +16,7 @@ from gpu_runner.schedule import prompt_batches
 from gpu_runner.schedule.prompt_batches import HOLD_NS
 
 MODELS = Path(__file__).parents[2] / "scripts" / "step_models"
-TARGETS = {"interactive": Target(1000, 50), "background": Target(60_000, 500)}
+TARGETS: Targets = {"interactive": Target(1000, 50), "background": Target(60_000, 500)}
 
 
 def streams(name: str, concurrency: int) -> dict[str, Any]:
