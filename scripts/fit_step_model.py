@@ -9,6 +9,10 @@ Each coefficient comes of figures that show it alone: decode attention of a laye
 head and choice of tokens (the slope over rows), prefill of long and short prompts in steps of one size (the pairs). The
 base at each measured batch is what is left of the step, so the model meets those points by construction; what it is
 worth between them is told by leaving each out. `errors` has all of it, measured beside modelled.
+
+Where a file has figures of steps while it served (`served`: means over steps of a kind, and how many of them had which
+bucket), the bases and what decode rows and chunks cost together are those nearest to these and to the other figures;
+those of full steps without decode rows count most, the benchmark's decode steps least.
 """
 
 from __future__ import annotations
@@ -21,6 +25,9 @@ from typing import Any
 
 import numpy as np
 from simulation.step_model import Coefficients, StepModel, along
+
+SURE, UNSURE, MOST_STEPS = 30.0, 4.0, 400
+"""What a figure counts beside the square root of the steps that one of serving is the mean of, at most so many."""
 
 
 def fit(figures: dict[str, Any]) -> Coefficients:
@@ -38,9 +45,14 @@ def fit(figures: dict[str, Any]) -> Coefficients:
     unknown = np.array([[steps, pairs] for _, _, steps, pairs in runs])
     weights = 1 / known  # relative errors count
     (prefill_base, pair_us), *_ = np.linalg.lstsq(unknown * weights[:, None], known * weights, rcond=None)
+    tokens, all_us, mixed_us = [*batches, step_tokens], [*base, float(prefill_base)], 0.0
+    if served := figures.get("served"):
+        costs = (row_us, context_us, float(pair_us))
+        tokens, all_us, mixed_us = _served(served, tokens, all_us, costs)
     return Coefficients(
-        base_tokens=(*batches, step_tokens),
-        base_us=tuple(round(us, 2) for us in (*base, float(prefill_base))),
+        base_tokens=tuple(tokens),
+        base_us=tuple(round(us, 2) for us in all_us),
+        mixed_us=round(mixed_us, 2),
         sampled_row_us=round(row_us, 4),
         decode_context_us=round(context_us, 6),
         prefill_pair_us=round(float(pair_us), 8),
@@ -49,17 +61,53 @@ def fit(figures: dict[str, Any]) -> Coefficients:
     )
 
 
+def _served(
+    served: dict[str, Any], tokens: list[int], base_us: list[float], costs: tuple[float, float, float]
+) -> tuple[list[int], list[float], float]:
+    """Places of the bases, those, and what decode rows and chunks cost together, nearest to what the file's other
+    figures say (`base_us` at `tokens`) and to those of serving. costs: of a row, a token of context, a pair."""
+    places = sorted({*tokens, *served["base_tokens"]})
+
+    def base_at(buckets: list[int], steps: list[int]) -> list[float]:
+        """How much of each place's base such steps have on average."""
+        return [float(np.average(np.interp(buckets, places, unit), weights=steps)) for unit in np.eye(len(places))]
+
+    sure = (tokens[0], tokens[1], tokens[-1])  # small steps, and those of prompts alone, are not among those of serving
+    unknown, known, weights = [], [], []
+    for at, us in zip(tokens, base_us, strict=True):
+        rows = at if at < tokens[-1] else 0
+        unknown.append([*base_at([at], [1]), 0.0])
+        known.append(us)
+        weights.append((SURE if at in sure else UNSURE) / (us + rows * (costs[0] + 256 * costs[1])))
+    for row in served["ms"]:
+        rest = np.dot(costs, [row["sampled"], row["context_tokens"], row["pairs"]])
+        unknown.append([*base_at(row["buckets"], row["steps"]), float(row["pairs"] > 0)])
+        known.append(1e3 * row["ms"] - float(rest))
+        weights.append(min(sum(row["steps"]), MOST_STEPS) ** 0.5 / (1e3 * row["ms"]))
+    scale = np.array(weights)
+    found, *_ = np.linalg.lstsq(np.array(unknown) * scale[:, None], np.array(known) * scale, rcond=None)
+    return places, found[:-1].tolist(), float(found[-1])
+
+
 def errors(figures: dict[str, Any], coefficients: Coefficients) -> list[dict[str, Any]]:
     """Measured and modelled, in ms, of every point: those fitted, each decode point between two others when its base
     is left out, and those that the fit did not see."""
     model = StepModel(coefficients)
     c = coefficients
+    served = figures.get("served")
     rows = []
+    for row in served["ms"] if served else []:
+        own = {"sampled": row["sampled"], "context": row["context_tokens"], "pairs": row["pairs"]}
+        times = [model.time_ns(tokens=bucket, **own, mixed=row["pairs"] > 0) for bucket in row["buckets"]]
+        ns = float(np.average(times, weights=row["steps"]))
+        kind = f"and {row['prompt_tokens']} of prompts" if row["pairs"] else "that decode"
+        rows.append(_error(f"{row['streams']} streams, {row['rows']} rows {kind}", "fitted", row["ms"], ns / 1e6))
     for place, row in enumerate(figures["decode"]["ms"]):
         batch, context = row["batch"], row["batch"] * row["context"]
         ns = model.time_ns(tokens=batch, sampled=batch, context=context, pairs=0)
-        rows.append(_error(f"decode, batch {batch}, context {row['context']}", "fitted", row["ms"], ns / 1e6))
-        if 0 < place < len(c.base_tokens) - 1:
+        how = "near" if served else "fitted"
+        rows.append(_error(f"decode, batch {batch}, context {row['context']}", how, row["ms"], ns / 1e6))
+        if not served and 0 < place < len(c.base_tokens) - 1:
             others = [i for i in range(len(c.base_tokens)) if i != place]
             base = along(batch, [c.base_tokens[i] for i in others], [c.base_us[i] for i in others])
             us = base + batch * (c.sampled_row_us + c.decode_context_us * row["context"])
@@ -77,7 +125,11 @@ def errors(figures: dict[str, Any], coefficients: Coefficients) -> list[dict[str
         rows.append(_error(f"decode attention, one layer, batch {row['batch']}", "fitted", row["us"] / 1e3, us / 1e3))
     if mixed := figures.get("mixed"):
         us = 1e-3 * model.time_ns(
-            tokens=step_tokens, sampled=mixed["batch"], context=mixed["context_tokens"], pairs=mixed["pairs"]
+            tokens=step_tokens,
+            sampled=mixed["batch"],
+            context=mixed["context_tokens"],
+            pairs=mixed["pairs"],
+            mixed=True,
         )
         rows.append(_error(f"{mixed['batch']} rows beside a chunk", mixed["point"], mixed["ms"], us / 1e3))
     for row in figures["first_token"]["ms"]:

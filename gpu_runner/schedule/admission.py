@@ -69,6 +69,13 @@ class Admission:
         """How many of the requests that wait may be about to start; none while the first of them finds no room."""
         return 0 if self._blocked is not None else self._max_num_seqs - len(self._running)
 
+    @property
+    def startable_tokens(self) -> int:
+        """Of the requests that wait, as many as there are rows for; if not all, about."""
+        waiting, rows = len(self._queue), self._max_num_seqs - len(self._running)
+        tokens = self._queue.num_tokens
+        return tokens if waiting <= rows else tokens * rows // waiting
+
     def is_due(self, step: int) -> bool:
         """Whether a request may start in this step."""
         if not len(self._queue):

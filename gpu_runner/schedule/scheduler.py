@@ -45,6 +45,7 @@ from gpu_runner.schedule.plan_builder import PlanBuilder
 from gpu_runner.schedule.precedence import Precedence
 from gpu_runner.schedule.prefill import Prefill
 from gpu_runner.schedule.prefill_marks import PrefillMarks
+from gpu_runner.schedule.prompt_batches import PromptBatches
 from gpu_runner.schedule.prompt_scores import PromptScores
 from gpu_runner.schedule.queues import WaitingQueue
 from gpu_runner.schedule.request import MAX_PREEMPTIONS, Request
@@ -86,8 +87,8 @@ class Scheduler:
     ) -> None:
         """gap_ns: the longest that prompts may make a step while rows of a class decode in it; None = any length.
         session_pin_share: as in `EngineConfig`. host_pages: KV pages that host memory has room for; page_load_ns: what
-        a page takes from there to the device. clock: in ns; of sessions, and of requests that come, start, prefill and
-        have their first token, never of a decoding step."""
+        a page takes from there to the device. clock: in ns; of sessions, and of requests that come, wait to start,
+        prefill and have their first token, never of a step in which nothing waits."""
         self.rows = Rows(
             num_slots=num_slots_for(max_num_seqs),
             max_model_len=max_model_len,
@@ -138,6 +139,7 @@ class Scheduler:
             max_scores=max_num_seqs,
             clock=clock,
         )
+        self._batches = PromptBatches(self.step_time, buckets, max_num_seqs=max_num_seqs, clock=clock)
         self._admission = Admission(
             self.queue,
             self.rows,
@@ -275,10 +277,13 @@ class Scheduler:
             admission.make_room(self._next_step)
         draft = self._decode.begin()
         budget = self._budget - len(draft.decode)
-        if choosing:
-            admission.fill(budget, draft)
-        else:
-            self._prefill.go_on(budget, draft)
+        if choosing or self._running.prefill:
+            prompts = self._prefill.left(self._running.prefill) + (admission.startable_tokens if choosing else 0)
+            room = self._batches.room(budget, rows=len(draft.decode), prompts=prompts)
+            if choosing and (room or not budget):
+                admission.fill(room, draft)
+            else:
+                self._prefill.go_on(room, draft)
         if not draft:
             return None
         plan = self._builder.build(draft, self._next_step)

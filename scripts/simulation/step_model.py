@@ -19,6 +19,7 @@ class Coefficients(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     sampled_row_us      for each row that samples: head and choice of a token.
     decode_context_us   for each cached token that a decode row attends to, in all layers.
     prefill_pair_us     for each pair of a prefill token and a token that it attends to, in all layers.
+    mixed_us            if there are both decode rows and chunks of prompts in it.
 
     What the host does for a step, which the device does not wait for while a step is in flight, is linear in the rows
     between `host_rows` and the same beyond them: `host_us` at each.
@@ -29,6 +30,7 @@ class Coefficients(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     sampled_row_us: float
     decode_context_us: float
     prefill_pair_us: float
+    mixed_us: float = 0.0
     host_rows: tuple[int, ...]
     host_us: tuple[float, ...]
 
@@ -61,7 +63,7 @@ class StepModel:
             if len(xs) != len(ys) or len(xs) < 2 or list(xs) != sorted(set(xs)):
                 raise ValueError("a step model needs at least two ascending places and as many times")
         self._c = c
-        self._base: dict[int, float] = {}
+        self._base: dict[float, float] = {}
 
     def step_ns(self, plan: StepPlan) -> int:
         """What the device takes for it."""
@@ -71,17 +73,17 @@ class StepModel:
         length = plan.row_len[decodes:].astype(np.int64)
         pairs = int((length * start + length * (length + 1) // 2).sum()) if len(length) else 0
         sampled = int(np.count_nonzero(plan.row_samples))
-        return self.time_ns(tokens=plan.bucket, sampled=sampled, context=context, pairs=pairs)
+        mixed = 0 < decodes < plan.num_rows
+        return self.time_ns(tokens=plan.bucket, sampled=sampled, context=context, pairs=pairs, mixed=mixed)
 
-    def time_ns(self, *, tokens: int, sampled: int, context: int, pairs: int) -> int:
+    def time_ns(self, *, tokens: float, sampled: float, context: float, pairs: float, mixed: bool = False) -> int:
         """Of a step of `tokens`, padding included; the others as in `Coefficients`."""
         base = self._base.get(tokens)
         if base is None:
             base = self._base[tokens] = along(tokens, self._c.base_tokens, self._c.base_us)
         c = self._c
-        return round(
-            1e3 * (base + c.sampled_row_us * sampled + c.decode_context_us * context + c.prefill_pair_us * pairs)
-        )
+        us = base + c.sampled_row_us * sampled + c.decode_context_us * context + c.prefill_pair_us * pairs
+        return round(1e3 * (us + c.mixed_us * mixed))
 
     def host_ns(self, rows: int) -> int:
         """What the loop takes for a step of so many rows, beside waiting."""

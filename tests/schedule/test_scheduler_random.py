@@ -17,7 +17,8 @@ from asyncengine.errors import InvalidRequestError
 from asyncengine.sampling import Structured
 from asyncengine.terms import Terms
 from asyncengine.wire.requests import Resume
-from gpu_runner.schedule import queues
+from gpu_runner.schedule import prompt_batches, queues
+from gpu_runner.schedule.buckets import token_buckets
 from gpu_runner.schedule.tenants import OUTPUT_WEIGHT, Tenants
 
 OPERATIONS_PER_RUN = 1_000
@@ -25,6 +26,7 @@ RUNS = 20
 TENANTS, SESSIONS = ("", "a", "b"), ("1", "2", "3")
 CLASSES: tuple[ServiceClass, ...] = get_args(ServiceClass)
 RUNS_WITH_A_HOST_TIER = 8
+RUNS_WITH_DEAR_PROMPTS = 6
 POLICIES: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
 
 
@@ -43,6 +45,38 @@ def test_random_operations_keep_every_invariant_and_every_answer(seed: int) -> N
         clock=count(1, 1_000_000).__next__,  # a millisecond each time that somebody looks
     )
     run_random(core, rng, OPERATIONS_PER_RUN)
+
+
+@pytest.mark.parametrize("seed", range(RUNS_WITH_DEAR_PROMPTS))
+def test_prompts_that_wait_for_others_keep_every_invariant_and_every_answer(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_batches, "MANY_ROWS", 1)
+    rng = np.random.default_rng(2000 + seed)
+    core = EngineCore(
+        num_pages=int(rng.choice([24, 40])),
+        max_model_len=128,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        policy=POLICIES[seed % 4],
+        vocab_size=30,
+        clock=count(1, 1_000_000).__next__,
+    )
+    times = core.scheduler.step_time
+    for bucket in token_buckets(64):  # a step with prompts takes more than twice what one without them does
+        times.learn(1e6 + 1e4 * bucket, bucket, 0, 0)
+        times.learn(2e6 + 2e4 * bucket, bucket, 0, 1)
+    monkeypatch.setattr(times, "learn", lambda *_: None)  # so they stay
+    rooms: list[int] = []
+    find = core.scheduler._batches.room
+
+    def room(budget: int, *, rows: int, prompts: int) -> int:
+        rooms.append(find(budget, rows=rows, prompts=prompts))
+        return rooms[-1]
+
+    monkeypatch.setattr(core.scheduler._batches, "room", room)
+    run_random(core, rng, OPERATIONS_PER_RUN)
+    assert rooms.count(0) > 10
 
 
 @pytest.mark.parametrize("seed", range(RUNS_WITH_A_HOST_TIER))
