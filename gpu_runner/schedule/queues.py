@@ -74,6 +74,11 @@ class WaitingQueue:
         else:
             self._again.push(request)
 
+    @property
+    def num_tokens(self) -> int:
+        """Of all that wait, output they came with included."""
+        return sum(each.num_tokens for each in self._classes)
+
     def backlog(self, service_class: ServiceClass) -> Backlog:
         """What waits of that class."""
         own_class = self._classes[service_class == "background"]
