@@ -88,8 +88,21 @@ class LoopThread:
             return self._open
 
     def _serve(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.get_loop().run_forever()
+        # asyncio.Runner would have one more thread wait for the executor's: Python 3.12 starts none while it exits
+        with concurrent.futures.ThreadPoolExecutor(thread_name_prefix=self._thread.name) as executor:
+            self._loop.set_default_executor(executor)
+            self._loop.run_forever()
+            self._loop.run_until_complete(_end_the_rest())
+        self._loop.close()
+
+
+async def _end_the_rest() -> None:
+    rest = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in rest:
+        task.cancel()
+    if rest:
+        await asyncio.wait(rest)
+    await asyncio.get_running_loop().shutdown_asyncgens()
 
 
 def _wait_for(running: threading.Lock) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from asyncengine.api.errors import ForbiddenError, UnauthorizedError, last_error_response
+from asyncengine.api.errors import ForbiddenError, UnauthorizedError, error_response
 from asyncengine.api_keys import known_key
 from asyncengine.config import ApiKey, ServiceClass
 
@@ -33,7 +33,8 @@ def key_check(keys: Sequence[ApiKey]) -> Middleware:
         if key is not None or request.match_info.route.name in OPEN_ROUTES:
             return await handler(request)
         error = UnauthorizedError("this server wants an API key: Authorization: Bearer KEY", code="invalid_api_key")
-        response = last_error_response(error, request)  # the body of a stranger is not read
+        response = error_response(error)
+        response.force_close()  # the body of a stranger is not read, and thrown away for `LINGER_SECONDS` at most
         response.headers["WWW-Authenticate"] = "Bearer"
         return response
 

@@ -13,6 +13,9 @@ from asyncengine.errors import InvalidRequestError
 IDLE_SECONDS = 75.0
 """How long a request's head may take to arrive, from the connection's start or from the answer before it: longer than
 the 60 s for which proxies keep connections that they may use again."""
+LINGER_SECONDS = 5.0
+"""How long the rest of a body that nobody reads is thrown away after the answer: a client that still sends when the
+connection is closed is told that it is broken, and loses the answer."""
 
 
 class Runner(web.AppRunner):
@@ -26,6 +29,7 @@ class Runner(web.AppRunner):
             access_log=None,
             handler_cancellation=True,
             keepalive_timeout=IDLE_SECONDS,
+            lingering_time=LINGER_SECONDS,
             shutdown_timeout=shutdown_timeout,
         )
 

@@ -115,7 +115,7 @@ class PagePool:
             raise IntegrityError(f"negative reference counts: pages {np.flatnonzero(self._refcount < 0).tolist()}")
         if self.num_deferred != len(deferred):
             raise IntegrityError(f"num_deferred is {self.num_deferred}, but {len(deferred)} pages are deferred")
-        states = np.concatenate((free, deferred, referenced))
+        states = np.concatenate((free, deferred, referenced), dtype=np.int64)
         if states.min(initial=1) < 0 or states.max(initial=0) >= self.num_pages:
             raise IntegrityError(f"page ids outside 0..{self.num_pages - 1} among {states.tolist()}")
         times_seen = np.bincount(states, minlength=self.num_pages)

@@ -136,7 +136,7 @@ class Records:
             "prompt_tokens": int(self.prompt_tokens[ran].sum()),
             "output_tokens": output,
             "output_tokens_per_s": output / seconds,
-            "hit_rate": float(self.cached[ran].sum() / max(1, self.prompt_tokens[ran].sum())),
+            "hit_rate": int(self.cached[ran].sum()) / max(1, int(self.prompt_tokens[ran].sum())),
             "ttft_ms": spread(ttft),
             "tpot_ms": spread(tpot[~np.isnan(tpot)]),
             "gap_ms": spread(gaps),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from asyncio import open_connection
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -13,6 +14,7 @@ from api_server import CHAT, COMPLETIONS
 from fake_backend import FakeBackend
 
 from asyncengine import api_keys
+from asyncengine.api import connections
 from asyncengine.api.access import OPEN_ROUTES
 from asyncengine.api.app import bound_port, make_app, run_app
 from asyncengine.api_keys import API_KEY_VARIABLE, digest_of, known_key, read_api_keys
@@ -24,11 +26,17 @@ KEYS = ("first-key-of-two", "second-key~!#$%")
 API_KEYS = tuple(ApiKey(digest=digest_of(key), tenant=tenant) for key, tenant in zip(KEYS, "ab", strict=True))
 
 
-@pytest.fixture
-async def url(backend: FakeBackend) -> AsyncIterator[str]:
+@asynccontextmanager
+async def served(backend: FakeBackend) -> AsyncIterator[str]:
     runner = await run_app(backend, "127.0.0.1", 0, api_keys=API_KEYS)
     yield f"http://127.0.0.1:{bound_port(runner)}"
     await runner.cleanup()
+
+
+@pytest.fixture
+async def url(backend: FakeBackend) -> AsyncIterator[str]:
+    async with served(backend) as url:
+        yield url
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -95,12 +103,30 @@ async def test_each_of_the_keys_opens_and_nothing_else_does(url: str, backend: F
         assert len(backend.calls) == calls
 
 
-async def test_a_strangers_body_is_not_read(url: str) -> None:
-    reader, writer = await open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 4000000\r\n\r\n{")
-    answer = await reader.read()  # to the end: the server closes
-    assert answer.startswith(b"HTTP/1.1 401 ")
-    writer.close()
+async def test_a_strangers_body_is_not_waited_for(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "LINGER_SECONDS", 0.05)
+    async with served(backend) as url:
+        reader, writer = await open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 4000000\r\n\r\n{")
+        answer = await reader.read()  # to the end: the server closes
+        assert answer.startswith(b"HTTP/1.1 401 ")
+        writer.close()
+
+
+async def test_a_client_without_a_key_may_send_its_body_to_the_end_before_it_reads_the_answer(
+    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connections, "LINGER_SECONDS", 60.0)
+    async with served(backend) as url:
+        reader, writer = await open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2000000\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
+        for _ in range(20):
+            writer.write(bytes(100_000))
+            await writer.drain()
+        assert b"invalid_api_key" in await reader.read()  # to the end: the server closes
+        writer.close()
+    assert caplog.records == []
 
 
 async def test_our_own_client_shows_its_key(url: str) -> None:

@@ -58,8 +58,9 @@ def items(prompt: PromptLogprobs) -> list[tuple[int, float, int, list[int], list
     """Of each token: id, log-probability, rank, most likely ids and theirs."""
     ids, logprobs = np.frombuffer(prompt.ids, np.int32).tolist(), np.frombuffer(prompt.logprobs, np.float32).tolist()
     begin, tokens = 0, []
-    for end, rank in zip(np.frombuffer(prompt.item_ends, np.int32), np.frombuffer(prompt.ranks, np.int32), strict=True):
-        tokens.append((ids[begin], logprobs[begin], int(rank), ids[begin + 1 : end], logprobs[begin + 1 : end]))
+    ends, ranks = (np.frombuffer(numbers, np.int32).tolist() for numbers in (prompt.item_ends, prompt.ranks))
+    for end, rank in zip(ends, ranks, strict=True):
+        tokens.append((ids[begin], logprobs[begin], rank, ids[begin + 1 : end], logprobs[begin + 1 : end]))
         begin = end
     assert begin == len(ids) == len(logprobs)
     return tokens

@@ -254,8 +254,7 @@ def test_an_interrupted_program_leaves_no_process_and_no_file(stage: str) -> Non
             [sys.executable, "-c", PROGRAM], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as program:
             assert program.stdout is not None
-            while program.stdout.readline().strip() != stage:
-                pass
+            assert any(line.strip() == stage for line in program.stdout)
             until(lambda: len(children_of(program.pid)) == 3)
             children = children_of(program.pid)
             program.send_signal(signal.SIGINT)
@@ -263,6 +262,15 @@ def test_an_interrupted_program_leaves_no_process_and_no_file(stage: str) -> Non
         assert program.returncode == -signal.SIGINT
         assert err.splitlines()[-1] == "KeyboardInterrupt"
         assert all_gone(children)
+        assert [*Path(folder).iterdir()] == []
+
+
+def test_a_program_that_ends_without_closing_it_leaves_no_word_and_no_file() -> None:
+    with tempfile.TemporaryDirectory(prefix="l-") as folder:
+        code = PROGRAM.replace("max_tokens=1900", "max_tokens=3")
+        environ = os.environ | {"TMPDIR": folder}
+        result = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120)
+        assert (result.returncode, result.stdout, result.stderr) == (0, "starting\nstarted\n", "")
         assert [*Path(folder).iterdir()] == []
 
 

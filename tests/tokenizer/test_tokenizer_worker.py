@@ -173,32 +173,21 @@ def test_a_turn_of_nothing_but_aborts_sends_them_on(worker: Worker, ends: Ends) 
     assert not ends.engine.wait(0)
 
 
-def test_nothing_new_is_taken_while_gpu_runner_does_not_read(loaded: Callable[[str], Any]) -> None:
-    model = loaded("smollm2")
-    run_dir = make_run_dir()
-    pipes = Pipes(run_dir)
-    encoder = PromptEncoder(vocabulary=model.vocabulary, template=None, max_model_len=64)
-    service = TokenService(model.vocabulary, encoder)
-    worker = Worker(index=0, encoder=encoder, service=service, pipes=pipes, ring=make_account(run_dir, 0))
-    assert worker.flush()
-    reader = Pipes(run_dir)
-    runner = reader.receiver("runner.requests", ToRunner)
-    worker.turn([Abort(rid) for rid in range(5000)])
-    assert not worker.flush()
+def test_nothing_new_is_taken_while_gpu_runner_does_not_read(worker: Worker, ends: Ends) -> None:
+    sent = 0
+    while worker.flush():  # what gpu_runner's socket and the kernel hold for it varies
+        worker.turn([Abort(sent + place) for place in range(5000)])
+        sent += 5000
+        assert sent < 1_000_000
     assert worker.gauges()["backlog"] > 0
     arrived: list[int] = []
     limit = time.monotonic() + PATIENCE_SECONDS
-    while len(arrived) < 5000 and time.monotonic() < limit:
+    while len(arrived) < sent and time.monotonic() < limit:
         worker.flush()
-        runner.wait(10)
-        arrived.extend(message.rid for message in runner.drain())
-    assert arrived == list(range(5000))
+        ends.runner.wait(10)
+        arrived.extend(message.rid for message in ends.runner.drain())
+    assert arrived == list(range(sent))
     assert worker.flush()
-    pipes.close()
-    reader.close()
-    for path in run_dir.iterdir():
-        path.unlink()
-    run_dir.rmdir()
 
 
 def test_questions_are_answered_behind_the_prompts_of_their_turn_and_run_nothing(worker: Worker, ends: Ends) -> None:
