@@ -46,6 +46,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_graphs: int = 0
     num_kernels: int = 0
     kernels_compiled: int = 0
+    batch_invariant: bool = False
     has_chat_template: bool
     tool_call_format: ToolCallFormat | None = None
     reasoning: bool = False

@@ -60,8 +60,10 @@ def prefill_attention(
     head_dim]. work: built for this step and the layer's window. page_table: [num_slots, pages_per_seq] int32. scale:
     positive. head_dim: a power of two.
 
-    Writes the prefill rows' tokens only: `decode_attention` of the same step writes the others. Fixed inside a graph:
-    all addresses and shapes.
+    Writes the prefill rows' tokens only: `decode_attention` of the same step writes the others. With a list of all rows
+    it writes theirs, and leaves padding; then a query's result depends on its own keys alone, not on the tile it is in:
+    blocks of keys lie at the same positions and are gone through in the same way. Fixed inside a graph: all addresses
+    and shapes.
     """
     num_tokens, num_heads, head_dim = q.shape
     _, _, num_kv_heads, page_size, _ = kv_layer.shape
@@ -86,6 +88,7 @@ def prefill_attention(
         BLOCK=tiling.block_tokens,
         STAGES=tiling.num_stages,
         WINDOW=work.window or 0,
+        MASK_ALL=work.all_rows,
         TILE_WORDS=TILE_WORDS,
         PDL=bool(options),
         num_warps=tiling.num_warps,
@@ -113,6 +116,7 @@ def _prefill_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     WINDOW: tl.constexpr,
+    MASK_ALL: tl.constexpr,  # one loop for all blocks of keys, so that each is computed by the same instructions
     TILE_WORDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -152,6 +156,11 @@ def _prefill_kernel(
                 total, weight, largest = _attend(
                     total, weight, largest, query, position, seen_from // BLOCK * BLOCK, end, seen_from, end,
                     heads_of, value_offset, table, scale_log2, True, WINDOW, KV_HEADS, HEAD_DIM, PAGE, BLOCK, STAGES,
+                )  # fmt: skip
+            elif MASK_ALL:
+                total, weight, largest = _attend(
+                    total, weight, largest, query, position, 0, end, 0, end,
+                    heads_of, value_offset, table, scale_log2, True, 0, KV_HEADS, HEAD_DIM, PAGE, BLOCK, STAGES,
                 )  # fmt: skip
             else:
                 # Up to here all of the tile's queries see all keys.

@@ -52,7 +52,7 @@ OTHERS_BLOCK = 32
 
 LIST_SHAPE = (
     *("WINDOW", "TARGET", "STEP", "ALIGN", "MAX_SPLITS", "TILE", "ROWS", "LISTS"),
-    *("ITEM_WORDS", "TILE_WORDS", "SORT", "OTHERS"),
+    *("ITEM_WORDS", "TILE_WORDS", "SORT", "OTHERS", "ALL_ROWS"),
 )
 
 
@@ -72,6 +72,7 @@ class WorkList:
     tile_tokens: int
     split_step: int
     window: int | None
+    all_rows: bool
     items: Tensor  # [decode_items(max_rows), ITEM_WORDS] int32
     tiles: Tensor  # [prefill_tiles(max_tokens), TILE_WORDS] int32
     sort_keys: Tensor  # [prefill_tiles(max_tokens)] int64, scratch
@@ -103,9 +104,11 @@ def allocate_work_list(
     target_programs: int = TARGET_PROGRAMS,
     tile_rows: int = PREFILL_TILE_ROWS,
     split_step: int = SPLIT_STEP,
+    all_rows: bool = False,
 ) -> WorkList:
     """max_rows: rows of any step, below 2**16. max_tokens: of any step, at least max_rows, below 2**24.
 
+    all_rows: decode rows are cut into tiles too, as chunks of one token, and there are no ranges.
     window: tokens that a layer's queries see, their own included; None = all. Zeroed, so that what a kernel reads ahead
     of time is always a valid index.
     """
@@ -124,6 +127,7 @@ def allocate_work_list(
         tile_tokens=tile_tokens,
         split_step=split_step,
         window=window,
+        all_rows=all_rows,
         items=zeros(min(max_rows + target, max_rows * MAX_SPLITS), ITEM_WORDS),
         tiles=zeros(num_tiles, TILE_WORDS),
         sort_keys=zeros(num_tiles, dtype=torch.int64),
@@ -184,5 +188,7 @@ def list_shape(work: WorkList | None, *, prefill: bool, split_step: int | None) 
     step = split_step or work.split_step
     rows = min(ROW_BLOCK, max(32, triton.next_power_of_2(work.max_rows)))
     align = min(step, SPLIT_ALIGN)
-    shape = (work.window or 0, work.target_items, step, align, MAX_SPLITS, work.tile_tokens, rows, 2 if prefill else 1)
-    return dict(zip(LIST_SHAPE, (*shape, ITEM_WORDS, TILE_WORDS, SORT_BLOCK, OTHERS_BLOCK), strict=True))
+    lists = 2 if prefill or work.all_rows else 1
+    shape = (work.window or 0, work.target_items, step, align, MAX_SPLITS, work.tile_tokens, rows, lists)
+    sizes = (ITEM_WORDS, TILE_WORDS, SORT_BLOCK, OTHERS_BLOCK, int(work.all_rows))
+    return dict(zip(LIST_SHAPE, (*shape, *sizes), strict=True))
