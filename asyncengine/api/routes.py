@@ -50,7 +50,7 @@ REQUEST_ID = Header(name="X-Request-Id", kind=RequestName, description="As `requ
 
 class ModelJson(msgspec.Struct, frozen=True, kw_only=True):
     """created: when the server started, as Unix time. max_model_len: tokens of a prompt and its answer together.
-    batch_invariant: whether an answer is the same, bit for bit, whatever else runs. system_fingerprint: that of answers.
+    batch_invariant: whether an answer is the same, bit for bit, whatever else runs. system_fingerprint: of answers.
     """
 
     id: str
