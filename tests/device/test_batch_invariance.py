@@ -11,17 +11,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.device_engine import DeviceEngine, device_engine, random_prompts
 from support.engine_core import EngineCore
 from support.random_model import VOCAB_SIZE, write_config
+from support.reference_logits import ReferenceLogits
 
-from asyncengine.config import Device
+from asyncengine.config import Device, DType
 from asyncengine.sampling import SamplingParams
 
 pytestmark = pytest.mark.timeout(600)
 
 MAX_NUM_SEQS = 32
-STEP_TOKENS = 64
+STEP_TOKENS = 256
+"""More than a tile of any kernel has."""
 PROMPT = random_prompts([75], VOCAB_SIZE, seed=4)[0]
 NUM_TOKENS = 24
 ASKED = {
@@ -45,30 +48,39 @@ OTHERS = [
 ]
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {},
-    # three query heads of a KV head, layers with and without a sliding window, biases, a head that is the embedding
+    # three query heads share a KV head; layers with and without a sliding window, biases, a head that is the embedding
     "qwen2": {
         "architectures": ["Qwen2ForCausalLM"],
         "num_attention_heads": 6,
         "layer_types": ["full_attention", "sliding_attention"],
         "sliding_window": 40,
         "tie_word_embeddings": True,
+        "vocab_size": 5_000,  # more than a part of the vocabulary has in any kernel
     },
 }
+ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 Told = list[tuple[list[int], Any, Any]]
 """Of each request asked for: tokens, and log-probabilities of them and of the prompt."""
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["cpu", ON_GPU])
 def device(request: pytest.FixtureRequest) -> Device:
     name: Device = request.param
     return name
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def engine(
-    request: pytest.FixtureRequest, device: Device, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[DeviceEngine]:
-    model = write_config(tmp_path_factory.mktemp("model"), num_hidden_layers=2, **MODELS[request.param])
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("cpu", "qwen2"),
+        pytest.param(("cuda", "qwen2"), marks=pytest.mark.gpu),
+        pytest.param(("cuda", "qwen3"), marks=pytest.mark.gpu),
+    ],
+    ids="-".join,
+)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceEngine]:
+    device, name = request.param
+    model = write_config(tmp_path_factory.mktemp("model"), num_hidden_layers=2, **MODELS[name])
     with invariant_engine(model, device) as engine:
         yield engine
 
@@ -130,18 +142,23 @@ def test_a_request_says_the_same_beside_1_7_and_31_others(
 
 
 def test_a_request_says_the_same_in_chunks_of_any_size(engine: DeviceEngine, expected: Told) -> None:
-    for step_tokens in (32, 40, 48):
-        core = EngineCore(
-            num_pages=engine.executor.num_pages,
-            max_model_len=engine.executor.max_model_len,
-            max_num_seqs=MAX_NUM_SEQS,
-            max_num_batched_tokens=step_tokens,
-            vocab_size=VOCAB_SIZE,
-            eos_ids=engine.executor.model_config.eos_ids,
-            device=engine.executor,
-            enable_prefix_caching=False,
-        )
-        assert told_of_all(core) == expected
+    for step_tokens in (32, 40, 48, 112):
+        assert told_of_all(core_of(engine, max_num_batched_tokens=step_tokens)) == expected
+
+
+def core_of(engine: DeviceEngine, **changes: Any) -> EngineCore:
+    """Of less than the executor has, and caching nothing."""
+    executor = engine.executor
+    sizes: dict[str, Any] = {"num_pages": executor.num_pages, "max_num_batched_tokens": executor.max_step_tokens}
+    sizes |= {"max_num_seqs": engine.max_num_seqs, **changes}
+    return EngineCore(
+        max_model_len=executor.max_model_len,
+        vocab_size=executor.model_config.vocab_size,
+        eos_ids=executor.model_config.eos_ids,
+        device=executor,
+        enable_prefix_caching=False,
+        **sizes,
+    )
 
 
 def told_of_all(core: EngineCore) -> Told:
@@ -162,16 +179,8 @@ def test_a_request_says_the_same_if_its_prefix_was_cached(engine: DeviceEngine, 
 
 
 def test_a_request_says_the_same_after_it_was_retracted(engine: DeviceEngine, expected: Told) -> None:
-    core = EngineCore(
-        num_pages=1 + 4 * -(-(len(PROMPT) + NUM_TOKENS) // 16) - 3,
-        max_model_len=engine.executor.max_model_len,
-        max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=engine.executor.max_step_tokens,
-        vocab_size=VOCAB_SIZE,
-        eos_ids=engine.executor.model_config.eos_ids,
-        device=engine.executor,
-        enable_prefix_caching=False,
-    )
+    pages_of_a_row = -(-(len(PROMPT) + NUM_TOKENS) // 16)
+    core = core_of(engine, num_pages=1 + len(ASKED) * pages_of_a_row - 3)
     assert told_of_all(core) == expected
     assert core.scheduler.counters.preemptions > 0
 
@@ -184,20 +193,28 @@ def test_a_request_that_is_taken_up_elsewhere_goes_on_with_the_same(engine: Devi
     for rid in rids:
         core.abort(rid)
     core.run()
-    for rid, params in zip(rids, ASKED.values(), strict=True):
+    for rid in rids:
         rest.resume(rid, {rid: 7}, of=core)
         rest.run()
-        assert params.logprobs is not None
     for rid, (tokens, logprobs, _) in zip(rids, expected, strict=True):
         assert rest.outputs[rid] == tokens
         assert core.logprobs[rid][:7] + rest.logprobs[rid] == logprobs
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_other_number_types_are_as_steady(device: Device, dtype: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
-    model = write_config(tmp_path_factory.mktemp("model"), num_hidden_layers=1)
+@pytest.mark.parametrize(("dtype", "max_gap"), [("float32", 1e-3), ("float16", 0.02), ("bfloat16", 0.05)])
+def test_it_computes_what_it_should_in_every_number_type(
+    device: Device, dtype: DType, max_gap: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    model = write_config(tmp_path_factory.mktemp("model"), num_hidden_layers=2)
     with invariant_engine(model, device, dtype=dtype, max_num_seqs=8) as engine:
-        assert told_of_all(engine.core(enable_prefix_caching=False)) == alone(engine)
+        together = told_of_all(core_of(engine))
+        assert together == alone(engine)
+    reference = ReferenceLogits(model, dtype=getattr(torch, dtype), device=torch.device(device))
+    (tokens, logprobs, _), *_ = together
+    assert reference.gaps(PROMPT, tokens).max() < max_gap
+    logits = reference([*PROMPT.tolist(), *tokens])[len(PROMPT) - 1 : -1]
+    exact = logits.log_softmax(dim=1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    assert [chosen for chosen, _ in logprobs] == pytest.approx(exact.tolist(), abs=max_gap)
 
 
 def test_the_same_engine_built_again_says_the_same(device: Device, tmp_path_factory: pytest.TempPathFactory) -> None:
