@@ -174,9 +174,15 @@ def _list_tiles(
         word = tiles + rank * TILE_WORDS
         tl.store(word, tl.load(row_slot + row, mask=exists, other=0), mask=exists)
         tl.store(word + 1, tl.load(row_token + row, mask=exists, other=0) + token, mask=exists)
-        start = tl.load(row_start + row, mask=exists, other=0) + token
-        if ALL_ROWS > 0:
-            start = tl.minimum(start, kv_capacity - 1)  # of a decode row that has ended, as `_visible` has it
-        tl.store(word + 2, start, mask=exists)
+        tl.store(word + 2, _tile_start(row_start, row, exists, token, kv_capacity, ALL_ROWS), mask=exists)
         left = tl.load(row_len + row, mask=exists, other=0) - token
         tl.store(word + 3, tl.minimum(left, TILE), mask=exists)
+
+
+@triton.jit
+def _tile_start(row_start, row, exists, token, kv_capacity, ALL_ROWS: tl.constexpr):
+    """Position of a tile's first query; of a decode row that has ended, one that its pages hold, as in `_visible`."""
+    start = tl.load(row_start + row, mask=exists, other=0) + token
+    if ALL_ROWS > 0:
+        start = tl.minimum(start, kv_capacity - 1)
+    return start
