@@ -34,12 +34,14 @@ class PrefillTiling:
     programs: int
 
 
-def prefill_tiling(element_bytes: int = 2) -> PrefillTiling:
+def prefill_tiling(element_bytes: int = 2, *, all_rows: bool = False) -> PrefillTiling:
     """Two warpgroups on 128 rows of queries; their registers leave no room for a second program, which a longer
-    pipeline of keys and values makes up for. Float32 products run outside the tensor cores; only small tiles fit the
-    registers."""
+    pipeline of keys and values makes up for. With tiles of all rows, of 64 rows of queries, one warpgroup: two programs
+    fit. Float32 products run outside the tensor cores; only small tiles fit the registers."""
     if element_bytes == 4:
         return PrefillTiling(block_tokens=16, num_warps=8, num_stages=2, programs=MULTIPROCESSORS)
+    if all_rows:
+        return PrefillTiling(block_tokens=64, num_warps=4, num_stages=3, programs=2 * MULTIPROCESSORS)
     return PrefillTiling(block_tokens=64, num_warps=8, num_stages=3, programs=MULTIPROCESSORS)
 
 
@@ -67,7 +69,7 @@ def prefill_attention(
     """
     num_tokens, num_heads, head_dim = q.shape
     _, _, num_kv_heads, page_size, _ = kv_layer.shape
-    tiling = tiling or prefill_tiling(q.element_size())
+    tiling = tiling or prefill_tiling(q.element_size(), all_rows=work.all_rows)
     options: dict[str, Any] = {"launch_pdl": True} if pdl and q.is_cuda else {}
     group = num_heads // num_kv_heads
     _prefill_kernel[(min(tiling.programs, work.prefill_tiles(num_tokens) * num_kv_heads),)](

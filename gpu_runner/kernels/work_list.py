@@ -43,6 +43,9 @@ MAX_SPLITS = 32
 PREFILL_TILE_ROWS = 128
 """Rows of a prefill program's query tile: tokens x query heads of a KV head."""
 
+ALL_ROWS_TILE_ROWS = 64
+"""Of tiles of which most hold one token: the fewest that a warpgroup multiplies."""
+
 ITEM_WORDS = 8
 TILE_WORDS = 4
 ROW_BLOCK = 256
@@ -102,17 +105,19 @@ def allocate_work_list(
     window: int | None,
     device: torch.device,
     target_programs: int = TARGET_PROGRAMS,
-    tile_rows: int = PREFILL_TILE_ROWS,
+    tile_rows: int | None = None,
     split_step: int = SPLIT_STEP,
     all_rows: bool = False,
 ) -> WorkList:
     """max_rows: rows of any step, below 2**16. max_tokens: of any step, at least max_rows, below 2**24.
 
-    all_rows: decode rows are cut into tiles too, as chunks of one token, and there are no ranges.
+    all_rows: decode rows are cut into tiles too, as chunks of one token, and there are no ranges. tile_rows: None takes
+    what `prefill_tiling` is made for.
     window: tokens that a layer's queries see, their own included; None = all. Zeroed, so that what a kernel reads ahead
     of time is always a valid index.
     """
     target = max(1, target_programs // num_kv_heads)
+    tile_rows = tile_rows or (ALL_ROWS_TILE_ROWS if all_rows else PREFILL_TILE_ROWS)
     tile_tokens = tile_rows // (num_heads // num_kv_heads)
     num_tiles = max_rows + (max_tokens - max_rows) // tile_tokens
 
