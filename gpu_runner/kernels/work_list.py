@@ -112,8 +112,8 @@ def allocate_work_list(
     """max_rows: rows of any step, below 2**16. max_tokens: of any step, at least max_rows, below 2**24.
 
     window: tokens that a layer's queries see, their own included; None = all. all_rows: decode rows are cut into tiles
-    too, as chunks of one token, and there are no ranges. tile_rows: None takes what `prefill_tiling` is made for. Zeroed,
-    so that what a kernel reads ahead of time is always a valid index.
+    too, as chunks of one token, and there are no ranges. tile_rows: None takes what `prefill_tiling` is made for.
+    Zeroed, so that what a kernel reads ahead of time is always a valid index.
     """
     target = max(1, target_programs // num_kv_heads)
     tile_rows = tile_rows or (ALL_ROWS_TILE_ROWS if all_rows else PREFILL_TILE_ROWS)
