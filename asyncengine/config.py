@@ -45,6 +45,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: a folder with config.json and safetensors, a .gguf file, a Hugging Face hub id, or "default" for the
         embedded SmolLM2-135M-Instruct.
     load_format: "dummy" takes random weights of the model's shapes, for measuring speed with a config.json alone.
+    batch_invariant: the tokens and log-probabilities of a request are bitwise the same whatever runs beside it, however
+        its prompt is cut into chunks, what of it is found in a cache, and if it is taken up again; steps take longer.
     max_model_len: context length in tokens; None takes the model's own, cut to what the KV cache can hold.
     max_num_seqs: rows that may run at once. max_num_batched_tokens: tokens computed in one step; None is 2048 on a GPU
         and 256 on a CPU (where longer steps would make every running stream wait), or max_num_seqs if that is more.
@@ -75,6 +77,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: Device = "auto"
     dtype: DType = "auto"
     load_format: LoadFormat = "auto"
+    batch_invariant: bool = False
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from asyncengine import __version__
 from asyncengine.config import (
     DEFAULT_QUEUE_TIMEOUT_SECONDS,
     DEFAULT_REQUEST_TIMEOUT_SECONDS,
@@ -46,10 +47,18 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_graphs: int = 0
     num_kernels: int = 0
     kernels_compiled: int = 0
+    batch_invariant: bool = False
     has_chat_template: bool
     tool_call_format: ToolCallFormat | None = None
     reasoning: bool = False
     tag_tokens: tuple[str, ...] = ()
+
+    @property
+    def fingerprint(self) -> str:
+        """What the bits of an answer depend on beside its model and the machine's libraries: version, number type,
+        device and mode."""
+        mode = "batch-invariant" if self.batch_invariant else "default"
+        return f"asyncengine-{__version__}/{self.dtype}/{self.device}/{mode}"
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):

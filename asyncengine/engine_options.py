@@ -23,6 +23,10 @@ OPTIONS: Mapping[str, Option] = {
     "device": Option("where the model runs; auto = a GPU if there is one"),
     "dtype": Option("of weights and KV cache; auto = bfloat16 on a GPU, float32 on a CPU"),
     "load_format": Option("dummy = random weights of the shapes in config.json"),
+    "batch_invariant": Option(
+        "the same tokens and log-probabilities of a request, bit for bit, whatever runs beside it; steps take longer",
+        default="off",
+    ),
     "max_model_len": Option(
         "context length, prompt and answer together", "TOKENS", "the model's own, or what the KV cache holds"
     ),

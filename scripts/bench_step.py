@@ -209,6 +209,7 @@ def bench(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         max_model_len=args.max_model_len,
         max_num_batched_tokens=args.max_num_batched_tokens,
         kv_cache_tokens=args.kv_cache_tokens,
+        batch_invariant=args.batch_invariant,
     )
     print(f"\n{model.name}", flush=True)
     engine = Engine(model, config)
@@ -252,6 +253,7 @@ def bench(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "model": model.name,
         "device": executor.info.device,
+        "batch_invariant": executor.info.batch_invariant,
         "max_model_len": executor.model_config.max_position,
         "kv_cache_tokens": (executor.num_pages - 1) * PAGE_SIZE,
         "kv_bytes_per_token": executor.model_config.kv_bytes_per_token(_dtype(executor)),
@@ -281,6 +283,7 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--max-num-batched-tokens", type=int)
     parser.add_argument("--kv-cache-tokens", type=int)
+    parser.add_argument("--batch-invariant", action="store_true", help="in that mode, whose cost the difference is")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results = [bench(model, args) for model in args.models]

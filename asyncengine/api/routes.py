@@ -49,13 +49,17 @@ REQUEST_ID = Header(name="X-Request-Id", kind=RequestName, description="As `requ
 
 
 class ModelJson(msgspec.Struct, frozen=True, kw_only=True):
-    """created: when the server started, as Unix time. max_model_len: tokens of a prompt and its answer together."""
+    """created: when the server started, as Unix time. max_model_len: tokens of a prompt and its answer together.
+    batch_invariant: whether an answer is the same, bit for bit, whatever else runs. system_fingerprint: of answers.
+    """
 
     id: str
     object: str = "model"
     created: int
     owned_by: str = "asyncengine"
     max_model_len: int
+    batch_invariant: bool
+    system_fingerprint: str
 
 
 class ModelListJson(msgspec.Struct, frozen=True, kw_only=True):
@@ -217,8 +221,10 @@ class Routes:
         asked: GenerationRequest = parsed.request
         options = asked.stream_options
         include_usage = options is not None and bool(options.include_usage)
+        info = self._backend.info
         answer = shape(
-            self._backend.info.model,
+            info.model,
+            info.fingerprint,
             AnswerOptions(
                 name=_request_name(request) or asked.request_id,
                 token_ids=bool(asked.return_token_ids),
@@ -260,7 +266,13 @@ class Routes:
 
     def _model_json(self) -> ModelJson:
         info = self._backend.info
-        return ModelJson(id=info.model, created=self._created, max_model_len=info.max_model_len)
+        return ModelJson(
+            id=info.model,
+            created=self._created,
+            max_model_len=info.max_model_len,
+            batch_invariant=info.batch_invariant,
+            system_fingerprint=info.fingerprint,
+        )
 
 
 def check_model(name: str | None, info: EngineInfo) -> None:

@@ -117,6 +117,7 @@ class ResponseJson(msgspec.Struct, Generic[C], frozen=True, kw_only=True):
     object: str
     created: int
     model: str
+    system_fingerprint: str
     choices: list[C]
     prompt_logprobs: PromptLogprobsJson | UnsetType = UNSET
     usage: Usage
@@ -161,17 +162,25 @@ class Shape(ABC):
     text_members: ClassVar[tuple[bytes, bytes]]
     """What comes before and after a choice's text in a chunk."""
 
-    def __init__(self, model: str, options: AnswerOptions) -> None:
+    def __init__(self, model: str, fingerprint: str, options: AnswerOptions) -> None:
+        """fingerprint: of the engine, see `EngineInfo`."""
         self.id = f"{self.id_prefix}-{options.name or secrets.token_hex(12)}"
         self._created = int(time.time())
         self._model = model
+        self._fingerprint = fingerprint
         self._token_ids = options.token_ids
         self._logprobs = options.logprobs
         self._echo_logprobs = options.echo_logprobs
         self._prompt_logprobs = options.prompt_logprobs
         self._continuous_usage = options.continuous_usage
         self._timings_from = options.timings_from
-        head = {"id": self.id, "object": self.chunk_object, "created": self._created, "model": model}
+        head = {
+            "id": self.id,
+            "object": self.chunk_object,
+            "created": self._created,
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
         self._head = encode(head)[:-1] + b',"choices":['
         self._tail = b',"usage":null}' if options.include_usage else b"}"
         self._text_is_all = not options.token_ids and not options.continuous_usage
@@ -204,6 +213,7 @@ class Shape(ABC):
             object=self.object,
             created=self._created,
             model=self._model,
+            system_fingerprint=self._fingerprint,
             choices=choices,
             prompt_logprobs=UNSET if self.prompt_is_a_choices else self._prompt_json(answers[0].prompt_logprobs),
             usage=usage,
@@ -310,8 +320,8 @@ class ChatShape(Shape):
     text_members = (b'"delta":{"content":', b"}")
     _ROLE = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
 
-    def __init__(self, model: str, options: AnswerOptions) -> None:
-        super().__init__(model, options)
+    def __init__(self, model: str, fingerprint: str, options: AnswerOptions) -> None:
+        super().__init__(model, fingerprint, options)
         self._begun: set[int] = set()
 
     def chunk(self, index: int, delta: Delta) -> bytes:

@@ -38,6 +38,7 @@ class ChunkJson(msgspec.Struct, Generic[C], frozen=True, kw_only=True):
     object: str
     created: int
     model: str
+    system_fingerprint: str
     choices: list[C]
     usage: Usage | UnsetType | None = UNSET
 

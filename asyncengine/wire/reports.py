@@ -75,7 +75,7 @@ class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     num_host_pages: KV pages that host memory has room for, all of them usable.
     num_graphs, num_kernels: captured, and launched by them; 0 on a CPU. kernels_compiled: those that were not in the
-    kernel cache.
+    kernel cache. batch_invariant: see `EngineConfig`.
     """
 
     device: str
@@ -91,6 +91,7 @@ class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_graphs: int = 0
     num_kernels: int = 0
     kernels_compiled: int = 0
+    batch_invariant: bool = False
 
 
 class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ from gpu_runner.device.buffers import pages_for
 from gpu_runner.device.executor import Executor
 from gpu_runner.device.host import available_memory_bytes, usable_cores
 from gpu_runner.device.host_memory import HostMemory, size_host_memory
+from gpu_runner.device.invariant_step import InvariantStep
 from gpu_runner.device.memory import (
     HOST_SHARE,
     TOKEN_ID_BYTES,
@@ -30,7 +31,9 @@ from gpu_runner.device.step import Step
 from gpu_runner.device.stream import InlineStream
 from gpu_runner.device.target import choose_device, choose_dtype, make_stream
 from gpu_runner.kernels import reference_page_copy
+from gpu_runner.kernels.invariant_reference_ops import InvariantReferenceOps, rows_are_alike
 from gpu_runner.kernels.ops import ModelOps
+from gpu_runner.kernels.reference_ops import ReferenceOps
 from gpu_runner.kernels.upload_layout import upload_words
 from gpu_runner.models.config import ModelConfig
 from gpu_runner.models.decoder import Decoder
@@ -70,7 +73,7 @@ def build_executor(
         )
         ready = build.run(load)
     else:
-        ready = _ready_cpu(config, load(None), dtype, num_slots, progress)
+        ready = _ready_cpu(config, load(_cpu_ops(config)), dtype, num_slots, progress)
     copies = _make_copies(config, model, dtype, device, ready, progress)
     page_load_ns = 0
     memory = ready.memory
@@ -92,6 +95,7 @@ def build_executor(
         num_graphs=ready.num_graphs,
         num_kernels=ready.num_kernels,
         kernels_compiled=ready.kernels_compiled,
+        batch_invariant=config.batch_invariant,
     )
     return Executor(
         step=ready.step,
@@ -113,7 +117,7 @@ def _load(
     device: torch.device,
     dtype: torch.dtype,
     progress: Progress,
-    ops: ModelOps | None,
+    ops: ModelOps,
 ) -> Decoder:
     phase = "loading weights"
     progress(phase, 0, 0)
@@ -126,6 +130,17 @@ def _load(
         return load_model(model_path, device=device, dtype=dtype, progress=partial(progress, phase), ops=ops)
     except torch.OutOfMemoryError as error:
         raise StartupError(f"too little memory on {device} for the model's weights: {error}") from error
+
+
+def _cpu_ops(config: EngineConfig) -> ModelOps:
+    return InvariantReferenceOps() if config.batch_invariant else ReferenceOps()
+
+
+def _check_invariant(decoder: Decoder) -> None:
+    if not all(map(rows_are_alike, decoder.linear_weights())):
+        raise StartupError(
+            "batch_invariant is not supported on this CPU: its library's matrix products depend on a row's place"
+        )
 
 
 def _ready_cpu(config: EngineConfig, decoder: Decoder, dtype: torch.dtype, num_slots: int, progress: Progress) -> Ready:
@@ -146,7 +161,9 @@ def _ready_cpu(config: EngineConfig, decoder: Decoder, dtype: torch.dtype, num_s
     kv_cache = allocate_kv_cache(model, size.num_pages, dtype, device)
     pages_per_seq = pages_for(size.max_model_len)
     step_tokens = config.step_tokens(on_gpu=False)
-    step = Step(
+    if config.batch_invariant:
+        _check_invariant(decoder)
+    step = (InvariantStep if config.batch_invariant else Step)(
         decoder=decoder,
         kv_cache=kv_cache,
         state=DeviceState(num_slots=num_slots, pages_per_seq=pages_per_seq, device=device),

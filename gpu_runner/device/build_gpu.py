@@ -39,8 +39,10 @@ from gpu_runner.device.state import DeviceState
 from gpu_runner.device.stream import Stream, Work
 from gpu_runner.device.target import check_capability, make_stream
 from gpu_runner.kernels.cuda_ops import CudaOps
+from gpu_runner.kernels.invariant_cuda_ops import InvariantCudaOps
 from gpu_runner.kernels.kernel_cache import use_writable_cache
 from gpu_runner.kernels.kernel_compiler import KernelCompiler
+from gpu_runner.kernels.linear_config import choose_invariant
 from gpu_runner.kernels.ops import ModelOps
 from gpu_runner.kernels.upload_layout import upload_words
 from gpu_runner.models.config import ModelConfig
@@ -71,6 +73,8 @@ class GpuBuild:
     ) -> None:
         """graphs, pdl: as for `build_executor`. Raises `StartupError` for a GPU or a model the kernels cannot serve."""
         _check_supported(model, device)
+        if config.batch_invariant:
+            _check_invariant(model, dtype)
         self._config = config
         self._model = model
         self._device = device
@@ -209,6 +213,8 @@ class GpuBuild:
                 work()
 
     def _ops(self, device: torch.device) -> CudaOps:
+        if self._config.batch_invariant:
+            return InvariantCudaOps(device, pdl=self._pdl)
         return CudaOps.for_weights(
             linear_shapes(self._model), max_tokens=self._step_tokens, device=device, pdl=self._pdl
         )
@@ -227,6 +233,7 @@ class GpuBuild:
             dtype=self._dtype,
             graphs=self._graphs,
             pdl=self._pdl,
+            invariant=self._config.batch_invariant,
         )
 
 
@@ -244,3 +251,11 @@ def _check_supported(model: ModelConfig, device: torch.device) -> None:
         raise StartupError(
             f"attention heads of {model.head_dim} dimensions are not supported on a GPU, only powers of two from 16 on"
         )
+
+
+def _check_invariant(model: ModelConfig, dtype: torch.dtype) -> None:
+    try:
+        for n, k in linear_shapes(model):
+            choose_invariant(n, k, dtype.itemsize)
+    except ValueError as error:
+        raise StartupError(f"batch_invariant is not supported for this model on a GPU: {error}") from None

@@ -37,7 +37,7 @@ from gpu_runner.kernels.post_update import post_update, post_update_to_host
 from gpu_runner.kernels.reference_page_copy import PageMemory
 from gpu_runner.kernels.result_layout import Results, Scores, result_words, score_words
 from gpu_runner.kernels.sample import Sampler
-from gpu_runner.kernels.sample_full import FullSampling
+from gpu_runner.kernels.sample_full import ONE_PART_TILING, TILING, FullSampling
 from gpu_runner.kernels.score_prompt import PromptScorer
 from gpu_runner.kernels.step_meta import new_step_meta, step_meta
 from gpu_runner.kernels.work_list import LONE_ROWS, LONE_SPLIT_STEP, allocate_work_list, build_work_list
@@ -81,14 +81,17 @@ class GraphStep:
         dtype: torch.dtype,
         graphs: bool = True,
         pdl: bool = True,
+        invariant: bool = False,
     ) -> None:
         """max_rows: rows of any step. kv_cache: may be replaced until `capture`. graphs, pdl: off to check that results
-        do not depend on them."""
+        do not depend on them. invariant: a row's results must not depend on others, bit for bit; the decoder runs on
+        `InvariantCudaOps`."""
         device = state.done.device
         self.kv_cache = kv_cache
         self._decoder = decoder
         self._graphs = graphs
         self._pdl = pdl
+        self._fuses_head = not invariant  # whose sums are others than those of logits in memory
         self._state = state
         self._token_buckets = token_buckets(max_step_tokens)
         self._row_buckets = token_buckets(max_rows)
@@ -105,6 +108,7 @@ class GraphStep:
                 head_dim=model.head_dim,
                 window=window,
                 device=device,
+                all_rows=invariant,
             )
             for window in dict.fromkeys(model.layer_windows)
         }
@@ -113,7 +117,13 @@ class GraphStep:
         self._vocab = model.vocab_size
         self._sample_hidden = torch.zeros(max_rows, model.hidden_size, dtype=dtype, device=device)
         self._sampled = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self._full = FullSampling(max_rows=max_rows, vocab=model.vocab_size, device=device, pdl=pdl)
+        self._full = FullSampling(
+            max_rows=max_rows,
+            vocab=model.vocab_size,
+            device=device,
+            pdl=pdl,
+            tiling=ONE_PART_TILING if invariant else TILING,
+        )
         self._results = torch.zeros(result_words(len(state.done)), dtype=torch.int32, device=device)
         self._parts = Results.of(self._results)
         # of steps that prefill, for the score graph to find some of its rows
@@ -291,7 +301,7 @@ class GraphStep:
 
     def _choose_without_logits(self, variant: Variant, hidden: Tensor, sampled: Tensor) -> bool:
         """Whether it was done: no row needs more than its best score, and the table takes the head's shape."""
-        if variant not in ("greedy", "sample"):
+        if variant not in ("greedy", "sample") or not self._fuses_head:
             return False
         config = choose_head(len(hidden), self._vocab, hidden.shape[1], hidden.dtype)
         if config is None:

@@ -20,7 +20,7 @@ from gpu_runner.device.token_masks import TokenMasks
 from gpu_runner.device.upload_views import START_SECTIONS, UploadViews
 from gpu_runner.kernels import reference_adjust, reference_sampling
 from gpu_runner.kernels.ops import BatchMeta
-from gpu_runner.kernels.reference_adjust import AdjustRows
+from gpu_runner.kernels.reference_adjust import AdjustRows, TopLogprobs
 from gpu_runner.kernels.reference_page_copy import PageMemory
 from gpu_runner.kernels.reference_sampling import SamplingRows
 from gpu_runner.kernels.result_layout import Results, Scores, result_words, score_words
@@ -204,7 +204,7 @@ class Step:
         """Log-probabilities of every row that samples; the host looks at those that ask."""
         parts = self._parts
         wanted = self._state.logprobs[slot].clamp(min=0)
-        tops = reference_adjust.top_logprobs(logits, sampled, wanted, most=parts.top_ids.shape[1])
+        tops = self._tops(logits, sampled, wanted)
         parts.logprobs[row], parts.num_tops[row] = tops.chosen, tops.count
         parts.top_ids[row], parts.top_logprobs[row] = tops.ids, tops.values
 
@@ -213,7 +213,7 @@ class Step:
         token, target, wanted = scores.unbind(1)
         logits = self._decoder.logits(hidden.index_select(0, token))
         parts, count = self._scores, len(scores)
-        tops = reference_adjust.top_logprobs(logits, target, wanted, most=parts.top_ids.shape[1])
+        tops = self._tops(logits, target, wanted)
         parts.logprobs[:count], parts.num_tops[:count] = tops.chosen, tops.count
         parts.top_ids[:count], parts.top_logprobs[:count] = tops.ids, tops.values
         parts.ranks[:count] = reference_adjust.ranks(logits, target)
@@ -232,4 +232,10 @@ class Step:
             seed=state.seed[slot],
             position=index,
         )
-        return reference_sampling.sample(logits, rows, filtered=step.path.filtered)
+        return self._draw(logits, rows, filtered=step.path.filtered)
+
+    def _draw(self, logits: Tensor, rows: SamplingRows, *, filtered: bool) -> Tensor:
+        return reference_sampling.sample(logits, rows, filtered=filtered)
+
+    def _tops(self, logits: Tensor, chosen: Tensor, wanted: Tensor) -> TopLogprobs:
+        return reference_adjust.top_logprobs(logits, chosen, wanted, most=self._parts.top_ids.shape[1])

@@ -34,12 +34,14 @@ class PrefillTiling:
     programs: int
 
 
-def prefill_tiling(element_bytes: int = 2) -> PrefillTiling:
+def prefill_tiling(element_bytes: int = 2, *, all_rows: bool = False) -> PrefillTiling:
     """Two warpgroups on 128 rows of queries; their registers leave no room for a second program, which a longer
-    pipeline of keys and values makes up for. Float32 products run outside the tensor cores; only small tiles fit the
-    registers."""
+    pipeline of keys and values makes up for. With tiles of all rows, of 64 rows of queries, one warpgroup: two programs
+    fit. Float32 products run outside the tensor cores; only small tiles fit the registers."""
     if element_bytes == 4:
         return PrefillTiling(block_tokens=16, num_warps=8, num_stages=2, programs=MULTIPROCESSORS)
+    if all_rows:
+        return PrefillTiling(block_tokens=64, num_warps=4, num_stages=3, programs=2 * MULTIPROCESSORS)
     return PrefillTiling(block_tokens=64, num_warps=8, num_stages=3, programs=MULTIPROCESSORS)
 
 
@@ -60,12 +62,14 @@ def prefill_attention(
     head_dim]. work: built for this step and the layer's window. page_table: [num_slots, pages_per_seq] int32. scale:
     positive. head_dim: a power of two.
 
-    Writes the prefill rows' tokens only: `decode_attention` of the same step writes the others. Fixed inside a graph:
-    all addresses and shapes.
+    Writes the prefill rows' tokens only: `decode_attention` of the same step writes the others. With a list of all rows
+    it writes theirs, and leaves padding; then a query's result depends on its own keys alone, not on the tile it is in:
+    blocks of keys lie at the same positions and are gone through in the same way. Fixed inside a graph: all addresses
+    and shapes.
     """
     num_tokens, num_heads, head_dim = q.shape
     _, _, num_kv_heads, page_size, _ = kv_layer.shape
-    tiling = tiling or prefill_tiling(q.element_size())
+    tiling = tiling or prefill_tiling(q.element_size(), all_rows=work.all_rows)
     options: dict[str, Any] = {"launch_pdl": True} if pdl and q.is_cuda else {}
     group = num_heads // num_kv_heads
     _prefill_kernel[(min(tiling.programs, work.prefill_tiles(num_tokens) * num_kv_heads),)](
@@ -86,6 +90,7 @@ def prefill_attention(
         BLOCK=tiling.block_tokens,
         STAGES=tiling.num_stages,
         WINDOW=work.window or 0,
+        MASK_ALL=work.all_rows,
         TILE_WORDS=TILE_WORDS,
         PDL=bool(options),
         num_warps=tiling.num_warps,
@@ -113,6 +118,7 @@ def _prefill_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     WINDOW: tl.constexpr,
+    MASK_ALL: tl.constexpr,  # one loop for all blocks of keys, so that each is computed by the same instructions
     TILE_WORDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -152,6 +158,11 @@ def _prefill_kernel(
                 total, weight, largest = _attend(
                     total, weight, largest, query, position, seen_from // BLOCK * BLOCK, end, seen_from, end,
                     heads_of, value_offset, table, scale_log2, True, WINDOW, KV_HEADS, HEAD_DIM, PAGE, BLOCK, STAGES,
+                )  # fmt: skip
+            elif MASK_ALL:
+                total, weight, largest = _attend(
+                    total, weight, largest, query, position, 0, end, 0, end,
+                    heads_of, value_offset, table, scale_log2, True, 0, KV_HEADS, HEAD_DIM, PAGE, BLOCK, STAGES,
                 )  # fmt: skip
             else:
                 # Up to here all of the tile's queries see all keys.

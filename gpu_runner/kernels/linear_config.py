@@ -74,6 +74,14 @@ _SHARED = replace(_SHARED_DEEP, rows=128, stages=4, prefetch_k=256)
 _SHARED_WIDE = replace(_SHARED, tokens=128, block_k=64, stages=6, num_warps=8)
 _SMALL = DotConfig(rows=16, block_k=64, stages=4, num_warps=2, split_k=2, prefetch_k=512)
 
+# One program for each tile, whatever the tokens: narrower where rows are few, so that there are more of them.
+_ALONE_NARROW = replace(_SHARED_DEEP, programs=0)
+_ALONE = replace(_SHARED_NARROW, programs=0)
+_ALONE_WIDE = replace(_SHARED_WIDE, programs=0)
+_ALONE_FLOAT32 = TileConfig(tokens=32, rows=32, block_k=64, stages=2, num_warps=4, group=16)
+ROW_BYTES = 16
+"""The tensor memory accelerator takes rows of a multiple of these."""
+
 # From the output of `scripts/bench_kernels/linear.py` and `prefill_gate_up.py` for Qwen3-0.6B and Llama-3.1-8B; K below
 # 1024 is SmolLM2's. The first row that holds the shape counts; None for cuBLAS. A row's block_k (of multiply-adds),
 # split_k and prefetch_k are the most that the layer may get.
@@ -140,6 +148,21 @@ def choose(num_tokens: int, n: int, k: int) -> LinearConfig | None:
     if isinstance(cut, TileConfig):
         return None if k % TILE_K_MULTIPLE else cut
     return cut and fitted(cut, n, k)
+
+
+def choose_invariant(n: int, k: int, element_bytes: int) -> TileConfig:
+    """How to compute x @ [n, k]^T so that a row of the result depends on that row of x alone, not on how many there
+    are: one tile and one order of sums for any number, and so one kernel. n counts gate and up rows.
+
+    Raises ValueError for rows that the tensor memory accelerator does not take.
+    """
+    if k * element_bytes % ROW_BYTES:
+        raise ValueError(f"rows of {k} values of {element_bytes} bytes are no multiple of {ROW_BYTES} bytes")
+    if element_bytes > 2:
+        return _ALONE_FLOAT32
+    if n <= 2048:
+        return _ALONE_NARROW
+    return _ALONE if n <= 8192 else _ALONE_WIDE
 
 
 def scratch_size(config: LinearConfig, tokens: int, n: int) -> tuple[int, int]:

@@ -1,4 +1,5 @@
-"""What a decoder layer is made of, cut where kernels can be fused; one implementation per kind of device.
+"""What a decoder layer is made of, cut where kernels can be fused; two implementations per kind of device, of which one
+gives a token the same bits in any batch.
 
     qkv       = norm_linear(residual)          RMSNorm prologue
     attention = attend(qkv)                    query/key norm, rotary embedding, keys and values into their pages

@@ -89,7 +89,7 @@ def _decode_attention(
     key_position = torch.arange(longest, device=q.device)
     last = position[:, None]
     # Past its end a row reads its last position again, masked: nothing it does not own may enter, were it NaN.
-    k, v = _gather(kv_layer, pages, torch.minimum(key_position, last))
+    k, v = gather(kv_layer, pages, torch.minimum(key_position, last))
     seen = key_position <= last
     if window is not None:
         seen &= key_position > last - window
@@ -105,7 +105,7 @@ def _chunk_attention(
     """One row's chunk. q: [count, heads, head_dim], pages: [pages_per_seq]."""
     end = start + len(q)
     position = torch.arange(end, device=q.device)
-    k, v = _gather(kv_layer, pages[None], position[None])
+    k, v = gather(kv_layer, pages[None], position[None])
     own = position[start:, None]
     seen = position <= own
     if window is not None:
@@ -116,7 +116,7 @@ def _chunk_attention(
     return out[0].transpose(0, 1)
 
 
-def _gather(kv_layer: Tensor, pages: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+def gather(kv_layer: Tensor, pages: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values at `position` [R, L] of rows with `pages` [R, pages_per_seq]: two [R, kv_heads, L, head_dim]."""
     _, num_pages, num_kv_heads, page_size, head_dim = kv_layer.shape
     page = pages.to(torch.int64).gather(1, position // page_size)

@@ -10,6 +10,7 @@ without these calls. As in `sample`, only the contents of tensors may differ bet
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +29,8 @@ HISTORY_BLOCK = 512
 """Tokens of a sequence at a time."""
 MOST_HISTORY_PARTS = 16
 TILING = Tiling(block=2048, num_warps=8, stages=1, programs=PROGRAMS)
+ONE_PART_TILING = replace(TILING, programs=1)
+"""Sums of a row in one order, whatever the number of rows."""
 LIST_LANES = triton.next_power_of_2(MAX_TOP_LOGPROBS)
 FEW_PARTS = 16
 """Up to so many parts of a row are merged by a kernel of their own; to compile one for each number takes too long."""

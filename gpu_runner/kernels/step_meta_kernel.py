@@ -120,6 +120,7 @@ def step_meta_kernel(
     SORT: tl.constexpr,
     OTHERS: tl.constexpr,
     LISTS: tl.constexpr,
+    ALL_ROWS: tl.constexpr,
     FETCH: tl.constexpr,
     AHEAD_STEP: tl.constexpr,
     MAX_ROWS: tl.constexpr,
@@ -265,6 +266,7 @@ def step_meta_kernel(
             tl.program_id(0) - programs, num_decode_rows, num_rows, row_slot, row_start, row_len, row_token,
             items, tiles, sort_keys, lengths, KV_CAPACITY,
             WINDOW, TARGET, STEP, ALIGN, MAX_SPLITS, TILE, ITEM_WORDS, TILE_WORDS, ROWS, SORT, OTHERS, LISTS,
+            ALL_ROWS,
         )  # fmt: skip
 
 

@@ -43,6 +43,9 @@ MAX_SPLITS = 32
 PREFILL_TILE_ROWS = 128
 """Rows of a prefill program's query tile: tokens x query heads of a KV head."""
 
+ALL_ROWS_TILE_ROWS = 64
+"""Of tiles of which most hold one token: the fewest that a warpgroup multiplies."""
+
 ITEM_WORDS = 8
 TILE_WORDS = 4
 ROW_BLOCK = 256
@@ -52,7 +55,7 @@ OTHERS_BLOCK = 32
 
 LIST_SHAPE = (
     *("WINDOW", "TARGET", "STEP", "ALIGN", "MAX_SPLITS", "TILE", "ROWS", "LISTS"),
-    *("ITEM_WORDS", "TILE_WORDS", "SORT", "OTHERS"),
+    *("ITEM_WORDS", "TILE_WORDS", "SORT", "OTHERS", "ALL_ROWS"),
 )
 
 
@@ -72,6 +75,7 @@ class WorkList:
     tile_tokens: int
     split_step: int
     window: int | None
+    all_rows: bool
     items: Tensor  # [decode_items(max_rows), ITEM_WORDS] int32
     tiles: Tensor  # [prefill_tiles(max_tokens), TILE_WORDS] int32
     sort_keys: Tensor  # [prefill_tiles(max_tokens)] int64, scratch
@@ -101,15 +105,18 @@ def allocate_work_list(
     window: int | None,
     device: torch.device,
     target_programs: int = TARGET_PROGRAMS,
-    tile_rows: int = PREFILL_TILE_ROWS,
+    tile_rows: int | None = None,
     split_step: int = SPLIT_STEP,
+    all_rows: bool = False,
 ) -> WorkList:
     """max_rows: rows of any step, below 2**16. max_tokens: of any step, at least max_rows, below 2**24.
 
-    window: tokens that a layer's queries see, their own included; None = all. Zeroed, so that what a kernel reads ahead
-    of time is always a valid index.
+    window: tokens that a layer's queries see, their own included; None = all. all_rows: decode rows are cut into tiles
+    too, as chunks of one token, and there are no ranges. tile_rows: None takes what `prefill_tiling` is made for.
+    Zeroed, so that what a kernel reads ahead of time is always a valid index.
     """
     target = max(1, target_programs // num_kv_heads)
+    tile_rows = tile_rows or (ALL_ROWS_TILE_ROWS if all_rows else PREFILL_TILE_ROWS)
     tile_tokens = tile_rows // (num_heads // num_kv_heads)
     num_tiles = max_rows + (max_tokens - max_rows) // tile_tokens
 
@@ -124,6 +131,7 @@ def allocate_work_list(
         tile_tokens=tile_tokens,
         split_step=split_step,
         window=window,
+        all_rows=all_rows,
         items=zeros(min(max_rows + target, max_rows * MAX_SPLITS), ITEM_WORDS),
         tiles=zeros(num_tiles, TILE_WORDS),
         sort_keys=zeros(num_tiles, dtype=torch.int64),
@@ -184,5 +192,7 @@ def list_shape(work: WorkList | None, *, prefill: bool, split_step: int | None) 
     step = split_step or work.split_step
     rows = min(ROW_BLOCK, max(32, triton.next_power_of_2(work.max_rows)))
     align = min(step, SPLIT_ALIGN)
-    shape = (work.window or 0, work.target_items, step, align, MAX_SPLITS, work.tile_tokens, rows, 2 if prefill else 1)
-    return dict(zip(LIST_SHAPE, (*shape, ITEM_WORDS, TILE_WORDS, SORT_BLOCK, OTHERS_BLOCK), strict=True))
+    lists = 2 if prefill or work.all_rows else 1
+    shape = (work.window or 0, work.target_items, step, align, MAX_SPLITS, work.tile_tokens, rows, lists)
+    sizes = (ITEM_WORDS, TILE_WORDS, SORT_BLOCK, OTHERS_BLOCK, int(work.all_rows))
+    return dict(zip(LIST_SHAPE, (*shape, *sizes), strict=True))

@@ -33,6 +33,7 @@ def build_kernel(
     SORT: tl.constexpr,
     OTHERS: tl.constexpr,
     LISTS: tl.constexpr,
+    ALL_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -40,7 +41,7 @@ def build_kernel(
     list_work(
         tl.program_id(0), tl.load(counts), tl.load(counts + 1), row_slot, row_start, row_len, row_token,
         items, tiles, sort_keys, lengths, kv_capacity,
-        WINDOW, TARGET, STEP, ALIGN, MAX_SPLITS, TILE, ITEM_WORDS, TILE_WORDS, ROWS, SORT, OTHERS, LISTS,
+        WINDOW, TARGET, STEP, ALIGN, MAX_SPLITS, TILE, ITEM_WORDS, TILE_WORDS, ROWS, SORT, OTHERS, LISTS, ALL_ROWS,
     )  # fmt: skip
 
 
@@ -50,20 +51,25 @@ def list_work(
     items, tiles, sort_keys, lengths, kv_capacity,
     WINDOW: tl.constexpr, TARGET: tl.constexpr, STEP: tl.constexpr, ALIGN: tl.constexpr, MAX_SPLITS: tl.constexpr,
     TILE: tl.constexpr, ITEM_WORDS: tl.constexpr, TILE_WORDS: tl.constexpr,
-    ROWS: tl.constexpr, SORT: tl.constexpr, OTHERS: tl.constexpr, LISTS: tl.constexpr,
+    ROWS: tl.constexpr, SORT: tl.constexpr, OTHERS: tl.constexpr, LISTS: tl.constexpr, ALL_ROWS: tl.constexpr,
 ):  # fmt: skip
     """List number `part` of `LISTS`, by one program."""
     if part == 0:
-        _list_decode(
-            num_decode_rows, row_slot, row_start, items, lengths, kv_capacity,
-            WINDOW, TARGET, STEP, ALIGN, MAX_SPLITS, ITEM_WORDS, ROWS,
-        )  # fmt: skip
+        if ALL_ROWS == 0:
+            _list_decode(
+                num_decode_rows, row_slot, row_start, items, lengths, kv_capacity,
+                WINDOW, TARGET, STEP, ALIGN, MAX_SPLITS, ITEM_WORDS, ROWS,
+            )  # fmt: skip
     elif LISTS > 1:
-        num_tiles = _cut_chunks(num_decode_rows, num_rows, row_start, row_len, sort_keys, WINDOW, TILE, ROWS)
+        first_row = num_decode_rows
+        if ALL_ROWS > 0:
+            first_row = num_decode_rows * 0
+        num_tiles = _cut_chunks(first_row, num_rows, row_start, row_len, sort_keys, WINDOW, TILE, ROWS)
         tl.debug_barrier()
         _list_tiles(
-            num_tiles, row_slot, row_start, row_len, row_token, sort_keys, tiles, TILE, TILE_WORDS, SORT, OTHERS
-        )
+            num_tiles, row_slot, row_start, row_len, row_token, sort_keys, tiles, kv_capacity,
+            TILE, TILE_WORDS, SORT, OTHERS, ALL_ROWS,
+        )  # fmt: skip
         tl.store(lengths + 1, num_tiles)
 
 
@@ -150,8 +156,8 @@ def _cut_chunks(
 
 @triton.jit
 def _list_tiles(
-    num_tiles, row_slot, row_start, row_len, row_token, sort_keys, tiles,
-    TILE: tl.constexpr, TILE_WORDS: tl.constexpr, SORT: tl.constexpr, OTHERS: tl.constexpr,
+    num_tiles, row_slot, row_start, row_len, row_token, sort_keys, tiles, kv_capacity,
+    TILE: tl.constexpr, TILE_WORDS: tl.constexpr, SORT: tl.constexpr, OTHERS: tl.constexpr, ALL_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write each tile to the place that the number of larger keys gives it; keys are distinct."""
     place = tl.arange(0, SORT)
@@ -168,6 +174,15 @@ def _list_tiles(
         word = tiles + rank * TILE_WORDS
         tl.store(word, tl.load(row_slot + row, mask=exists, other=0), mask=exists)
         tl.store(word + 1, tl.load(row_token + row, mask=exists, other=0) + token, mask=exists)
-        tl.store(word + 2, tl.load(row_start + row, mask=exists, other=0) + token, mask=exists)
+        tl.store(word + 2, _tile_start(row_start, row, exists, token, kv_capacity, ALL_ROWS), mask=exists)
         left = tl.load(row_len + row, mask=exists, other=0) - token
         tl.store(word + 3, tl.minimum(left, TILE), mask=exists)
+
+
+@triton.jit
+def _tile_start(row_start, row, exists, token, kv_capacity, ALL_ROWS: tl.constexpr):
+    """Position of a tile's first query; of a decode row that has ended, one that its pages hold, as in `_visible`."""
+    start = tl.load(row_start + row, mask=exists, other=0) + token
+    if ALL_ROWS > 0:
+        start = tl.minimum(start, kv_capacity - 1)
+    return start

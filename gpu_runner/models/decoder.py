@@ -91,6 +91,11 @@ class Decoder:
         weights = self._weights
         return self._ops.rms_norm(hidden, weights.final_norm, self.config.rms_norm_eps), weights.lm_head
 
+    def linear_weights(self) -> tuple[Tensor, ...]:
+        """Of a layer, and the head: one of each shape."""
+        layer = self._weights.layers[0]
+        return layer.qkv, layer.o, layer.gate_up, layer.down, self._weights.lm_head
+
     def _tensors(self) -> list[Tensor]:
         weights = self._weights
         tensors = [weights.embedding, weights.final_norm]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import socket
 
+import msgspec
 import pytest
 from api_server import Server
 from fake_backend import MODEL, FakeBackend
 
+from asyncengine import __version__
 from asyncengine.api.app import ACCEPTORS, bound_port, make_app, run_app, run_app_on
 from asyncengine.engine_info import Health
 from asyncengine.errors import StartupError
@@ -30,8 +32,27 @@ async def test_models_are_listed_with_their_context_length(server: Server) -> No
         4096,
     )
     assert await get(server, f"/v1/models/{MODEL}") == (200, card)
+    assert (card["batch_invariant"], card["system_fingerprint"]) == (
+        False,
+        f"asyncengine-{__version__}/float32/cpu/default",
+    )
     status, answer = await get(server, "/v1/models/other")
     assert (status, answer["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_batch_invariant_engine_says_so_and_each_of_its_answers_does(
+    server: Server, backend: FakeBackend, path: str
+) -> None:
+    backend.info = msgspec.structs.replace(backend.info, batch_invariant=True, device="NVIDIA H200", dtype="bfloat16")
+    _, card = await get(server, f"/v1/models/{MODEL}")
+    fingerprint = f"asyncengine-{__version__}/bfloat16/NVIDIA H200/batch-invariant"
+    assert (card["batch_invariant"], card["system_fingerprint"]) == (True, fingerprint)
+    body = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+    async with server.session.post(server.url + path, json=body) as response:
+        assert (await response.json())["system_fingerprint"] == fingerprint
+    *chunks, _ = await server.events(path, body)
+    assert {chunk["system_fingerprint"] for chunk in chunks} == {fingerprint}
 
 
 async def test_health_tells_the_state_and_asks_nothing_of_the_engine(server: Server, backend: FakeBackend) -> None:

@@ -10,6 +10,7 @@ import pytest
 from api_server import CHAT, COMPLETIONS, JSON, Server, eventually
 from fake_backend import ANSWER, MODEL, FakeBackend
 
+from asyncengine import __version__
 from asyncengine.api import sse
 from asyncengine.errors import EngineDeadError, InvalidRequestError, OverloadedError
 
@@ -41,6 +42,7 @@ async def test_bytes_of_a_completion_stream(server: Server, backend: FakeBackend
         assert response.headers["X-Accel-Buffering"] == "no"
     first = json.loads(text[6 : text.index("\n\n")])
     head = f'data: {{"id":"{first["id"]}","object":"text_completion","created":{first["created"]},"model":"{MODEL}",'
+    head += f'"system_fingerprint":"asyncengine-{__version__}/float32/cpu/default",'
     assert text == (
         f'{head}"choices":[{{"index":0,"text":"0:a","logprobs":null,"finish_reason":null}}],"usage":null}}\n\n'
         f'{head}"choices":[{{"index":0,"text":"b\\n\\"","logprobs":null,"finish_reason":"stop","stop_reason":13}}]'

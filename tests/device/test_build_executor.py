@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ from safetensors.torch import save_file
 from asyncengine.config import EngineConfig
 from asyncengine.errors import StartupError
 from asyncengine.wire.reports import RunnerInfo
+from gpu_runner.device import build
 from gpu_runner.device.build import build_executor
 from gpu_runner.device.target import check_capability, choose_device, choose_dtype
-from gpu_runner.models.registry import load_model
+from gpu_runner.models.registry import load_model, read_model_config
 
 PROMPT = [5, 17, 80, 3, 3, 41, 9, 66, 12, 30, 2, 77, 50, 8, 21, 94, 33, 60, 7, 19]
 
@@ -189,3 +191,24 @@ def test_a_gpu_older_than_hopper_is_refused_with_both_numbers() -> None:
     check_capability((10, 0))
     with pytest.raises(StartupError, match=r"8\.6.*9\.0"):
         check_capability((8, 6))
+
+
+def test_a_cpu_whose_products_depend_on_a_rows_place_is_refused_where_they_must_not(
+    model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "rows_are_alike", lambda weight: len(weight) != 97)  # the head's
+    config = EngineConfig(model=model_path, device="cpu", kv_cache_tokens=256, batch_invariant=True)
+    with pytest.raises(StartupError, match="batch_invariant is not supported on this CPU"):
+        build_executor(config, model_path, no_progress, num_slots=6)
+
+
+def test_a_gpus_model_with_rows_that_no_tile_takes_is_refused_where_there_must_be_one(
+    model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(build, "read_model_config", lambda path: replace(read_model_config(path), intermediate_size=44))
+    with pytest.raises(StartupError, match=r"batch_invariant is not supported .*: rows of 44 values of 2 bytes"):
+        build_executor(
+            EngineConfig(model=model_path, dtype="bfloat16", batch_invariant=True), model_path, no_progress, num_slots=6
+        )

@@ -14,6 +14,7 @@ from support.device_engine import device_engine, greedy
 from torch import Tensor
 
 from asyncengine.config import DType
+from asyncengine.sampling import SamplingParams
 
 pytest.importorskip("transformers", reason="transformers, the reference, is not installed")
 from smollm2 import model_file, random_prompts, transformers_model
@@ -70,3 +71,24 @@ def logits_before(model: Any, prompt: list[int], output: list[int]) -> Tensor:
     tokens = torch.tensor([prompt + output[:-1]], device=model.device)
     logits: Tensor = model(tokens).logits[0, len(prompt) - 1 :].float().cpu()
     return logits
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(400)
+def test_in_the_batch_invariant_mode_answers_beside_31_others_are_those_alone_bit_for_bit() -> None:
+    params = SamplingParams(temperature=0.0, logprobs=5, prompt_logprobs=1, max_tokens=48, ignore_eos=True)
+    prompts = [np.array(prompt, np.int32) for prompt in random_prompts(32)]
+    with device_engine(
+        str(model_file()), device="cuda", batch_invariant=True, max_num_seqs=32, step_tokens=256
+    ) as engine:
+        together, alone = engine.core(), engine.core(enable_prefix_caching=False)
+        for rid, prompt in enumerate(prompts):
+            together.add_request(rid, prompt, params)
+        together.run()
+        for rid in range(0, 32, 5):
+            alone.add_request(rid, prompts[rid], params)
+            alone.run()
+    for rid in alone.outputs:
+        assert together.outputs[rid] == alone.outputs[rid]
+        assert together.logprobs[rid] == alone.logprobs[rid]
+        assert together.prompt_logprobs[rid] == alone.prompt_logprobs[rid]

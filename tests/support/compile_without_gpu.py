@@ -1,6 +1,9 @@
 """Compiles a tiny model's kernels for a GPU that is not there, and prints as JSON what was done.
 
     python -m support.compile_without_gpu MODEL_FOLDER
+    python -m support.compile_without_gpu MODEL_FOLDER --batch-invariant
+
+With --batch-invariant nothing is compiled: what is printed is the name of each kernel that such an engine would have.
 
 A process of its own: the tests' one runs Triton's interpreter instead of its compiler.
 """
@@ -12,6 +15,7 @@ import sys
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
@@ -41,25 +45,40 @@ class Hopper:
         self.launchers.append(source.name)
 
 
-def main() -> None:
-    hopper = Hopper()
-    driver.set_active(hopper)
-    config = EngineConfig(load_format="dummy", max_num_seqs=1, max_num_batched_tokens=16, kv_cache_tokens=256)
+def made_up_build(model: str, config: EngineConfig) -> build_gpu.GpuBuild:
     with (
         patch("torch.cuda.mem_get_info", return_value=(1 << 36, 1 << 36)),
         patch("torch.cuda.memory_reserved", return_value=0),
         patch("torch.cuda.get_device_capability", return_value=(9, 0)),
     ):
-        build = build_gpu.GpuBuild(
+        return build_gpu.GpuBuild(
             config,
-            read_model_config(sys.argv[1]),
+            read_model_config(model),
             device=torch.device("cuda", 0),
             dtype=torch.bfloat16,
-            num_slots=2,
+            num_slots=config.max_num_seqs + 1,
             progress=lambda phase, done, total: None,
             graphs=True,
             pdl=True,
         )
+
+
+def list_kernels(build: build_gpu.GpuBuild) -> list[str]:
+    with patch.object(KernelCompiler, "_compile"), KernelCompiler(build._rehearse, threads=1) as compiler:
+        compiler.wait(lambda done, total: None)
+    return [name for _, name, _ in compiler._found]
+
+
+def main() -> None:
+    hopper = Hopper()
+    driver.set_active(hopper)
+    model, *options = sys.argv[1:]
+    config = EngineConfig(load_format="dummy", max_num_seqs=1, max_num_batched_tokens=16, kv_cache_tokens=256)
+    if options == ["--batch-invariant"]:
+        config = msgspec.structs.replace(config, max_num_seqs=64, max_num_batched_tokens=512, batch_invariant=True)
+        print(json.dumps(list_kernels(made_up_build(model, config))))
+        return
+    build = made_up_build(model, config)
     results, progress = [], []
     for _ in range(2):
         with KernelCompiler(build._rehearse, threads=2) as compiler:

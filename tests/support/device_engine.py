@@ -80,6 +80,7 @@ def device_engine(
     kv_cache_tokens: int = 4096,
     kv_host_memory_gib: float = 0.0,
     max_model_len: int | None = None,
+    batch_invariant: bool = False,
     graphs: bool = True,
     pdl: bool = True,
 ) -> Iterator[DeviceEngine]:
@@ -93,6 +94,7 @@ def device_engine(
         kv_cache_tokens=kv_cache_tokens,
         kv_host_memory_gib=kv_host_memory_gib,
         max_model_len=max_model_len,
+        batch_invariant=batch_invariant,
     )
     with tapping(
         max_rows=max_num_seqs, vocab_size=read_model_config(model).vocab_size, device=torch.device(device)

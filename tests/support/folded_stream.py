@@ -10,8 +10,8 @@ def of_whole(answer: dict[str, Any]) -> dict[str, Any]:
     """Of a response that came as a whole; of a refusal, that."""
     if "error" in answer:
         return answer
-    folded = {"model": answer["model"], "usage": answer["usage"], "prompt_logprobs": answer.get("prompt_logprobs")}
-    return folded | {"choices": [_choice([choice]) for choice in answer["choices"]]}
+    folded = {"usage": answer["usage"], "prompt_logprobs": answer.get("prompt_logprobs")}
+    return folded | _maker(answer) | {"choices": [_choice([choice]) for choice in answer["choices"]]}
 
 
 def of_events(events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -27,8 +27,13 @@ def of_events(events: list[dict[str, Any]]) -> dict[str, Any]:
         assert [part["finish_reason"] is not None for part in parts] == [False] * (len(parts) - 1) + [True]
     (prompt, *more) = [chunk["prompt_logprobs"] for chunk in chunks if chunk.get("prompt_logprobs")] or [None]
     assert not more
-    folded = {"model": last["model"], "usage": last["usage"], "prompt_logprobs": prompt}
-    return folded | {"choices": [_choice(pieces[index]) for index in sorted(pieces)]}
+    assert all(_maker(chunk) == _maker(last) for chunk in chunks)
+    folded = {"usage": last["usage"], "prompt_logprobs": prompt}
+    return folded | _maker(last) | {"choices": [_choice(pieces[index]) for index in sorted(pieces)]}
+
+
+def _maker(answer: dict[str, Any]) -> dict[str, str]:
+    return {name: answer[name] for name in ("model", "system_fingerprint")}
 
 
 def _choice(parts: list[dict[str, Any]]) -> dict[str, Any]:
