@@ -20,7 +20,7 @@ from torch import Tensor
 from asyncengine.config import PAGE_SIZE
 from gpu_runner.kernels.reference_page_copy import HEADER_WORDS, PageIds, PageMemory
 
-PROGRAMS = 8
+PROGRAMS = 4
 """Each way."""
 MAX_BLOCK = 4096
 WORDS_PER_THREAD = 8
