@@ -17,7 +17,7 @@ from asyncengine.api_keys import API_KEY_VARIABLE
 from asyncengine.config import EngineConfig, Role, SidecarConfig, runs_on_cpu
 from asyncengine.errors import StartupError
 from asyncengine.wire.reports import Ready
-from asyncengine.wire.sidecar import CPU_LIMIT_SIGNAL, write_config
+from asyncengine.wire.sidecar import CPU_LIMIT_SIGNAL, config_bytes
 
 ENVIRONMENT_NAMES = frozenset(
     {
@@ -37,6 +37,8 @@ ENVIRONMENT_NAMES = frozenset(
 OPENTELEMETRY_PREFIX = "OTEL_"
 """For the processes that serve HTTP only: the collector's keys are among these variables."""
 ENVIRONMENT_PREFIXES = ("LC_", "PYTHON", "CUDA_", "NVIDIA_", "NCCL_", "TORCH", "PYTORCH_", "TRITON_", "ASYNCENGINE_")
+FULL_PIPE_SECONDS = 0.01
+"""After how long a pipe that was full is tried again."""
 
 
 @dataclass(eq=False)
@@ -66,12 +68,19 @@ class Child:
     def name(self) -> str:
         return self.role if self.count == 1 else f"{self.role} {self.index}"
 
-    def configure(self, config: SidecarConfig) -> None:
-        """Hand over the configuration; may block until the child reads. If it is gone, `wait` tells."""
+    async def configure(self, config: SidecarConfig) -> None:
+        """Hand over the configuration; one that the pipe does not take at once, as the child reads. If the child is
+        gone, `wait` tells."""
         assert self.process.stdin is not None
+        pipe, rest = self.process.stdin.fileno(), memoryview(config_bytes(config))
+        # by no thread: none can be had once the program's main one has ended, and others may use the engine still
+        os.set_blocking(pipe, False)
         with contextlib.suppress(BrokenPipeError):
-            write_config(self.process.stdin, config)
-            self.process.stdin.flush()
+            while rest:
+                try:
+                    rest = rest[os.write(pipe, rest) :]
+                except BlockingIOError:
+                    await asyncio.sleep(FULL_PIPE_SECONDS)
 
     def signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -198,7 +198,7 @@ class Supervisor:
     async def _watch(self, child: Child) -> None:
         assert self._model is not None
         config = self._children.config_of(child, model_path=self._model.path, run_dir=self.run_dir)
-        await asyncio.to_thread(child.configure, config)
+        await child.configure(config)
         code = await child.wait()
         deadline = time.monotonic() + FATAL_GRACE_SECONDS
         while code == 1 and child.last_words is None and time.monotonic() < deadline and self._closing is None:

@@ -49,13 +49,35 @@ def pipe_name(name: str, life: int) -> str:
     return f"{name}.{life}" if life else name
 
 
+class _Context(zmq.Context["zmq.Socket[bytes]"]):
+    """Never waits for its own sockets when nobody refers to it any longer.
+
+    zmq's looks for those that are open by way of weak references. The garbage collector clears these before it has
+    anything finalized that it found in a cycle (of an exception and the frames it went through, say), contexts ahead of
+    their sockets: such a context would end only once all its sockets are closed, and hold up the thread that would
+    close them next. Hence the strong references here. They also keep the context and all its sockets for as long as one
+    of them is in use.
+    """
+
+    made: list[zmq.Socket[bytes]]
+
+    def __init__(self) -> None:
+        self.made = []
+        super().__init__(io_threads=1)
+
+    def __del__(self) -> None:
+        for socket in self.made:
+            socket.close(linger=0)
+        super().__del__()
+
+
 class Pipes:
-    """Makes the pipes of one process; `close()` drops whatever is unsent and never blocks."""
+    """Makes the pipes of one process; `close()` drops whatever is unsent and never blocks. Of one that is never closed
+    and that nobody refers to any longer, nor to any end of its pipes, the garbage collector does the same."""
 
     def __init__(self, run_dir: str | Path) -> None:
         self._run_dir = Path(run_dir)
-        self._context = zmq.Context(io_threads=1)
-        self._sockets: list[zmq.Socket[bytes]] = []
+        self._context = _Context()
 
     def receiver(self, name: str, types: Any, *, high_water_mark: int = HIGH_WATER_MARK) -> Receiver:
         """Bind pipe `name` for reading messages of `types` (a union of tagged Structs)."""
@@ -84,27 +106,25 @@ class Pipes:
 
     def drop(self, sender: Sender) -> None:
         """Close one pipe's writing end, whose reader is gone for good, and all that waits in it."""
-        self._sockets.remove(sender.socket)
         sender.socket.close(linger=0)
+        self._context.made.remove(sender.socket)
 
     def close(self, *, linger_ms: int = 0) -> None:
         """Close all sockets; `linger_ms` gives last messages (a final report) that long to leave."""
-        for socket in self._sockets:
-            socket.close(linger=linger_ms)
-        self._sockets.clear()
-        self._context.term()
+        self._context.destroy(linger=linger_ms)
+        self._context.made.clear()
 
     def _address(self, name: str) -> str:
         return f"ipc://{self._run_dir / name}"
 
     def _socket(self, kind: int, high_water_mark: int) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket = self._context.socket(kind)
+        self._context.made.append(socket)
         socket.setsockopt(zmq.SNDHWM, high_water_mark)
         socket.setsockopt(zmq.RCVHWM, high_water_mark)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._sockets.append(socket)
         return socket
 
 

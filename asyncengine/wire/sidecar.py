@@ -110,8 +110,13 @@ def arm_life_line() -> None:
 
 def write_config(stream: Any, config: msgspec.Struct) -> None:
     """Parent's side of `read_config`; the stream must stay open for as long as the child shall live."""
+    stream.write(config_bytes(config))
+
+
+def config_bytes(config: msgspec.Struct) -> bytes:
+    """What `read_config` reads."""
     data = msgspec.msgpack.encode(config)
-    stream.write(len(data).to_bytes(4, "little") + data)
+    return len(data).to_bytes(4, "little") + data
 
 
 def read_config(kind: type[Config]) -> Config:

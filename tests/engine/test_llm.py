@@ -274,6 +274,41 @@ def test_a_program_that_ends_without_closing_it_leaves_no_word_and_no_file() -> 
         assert [*Path(folder).iterdir()] == []
 
 
+USED_AFTER_THE_MAIN_THREAD = """
+import concurrent.futures.thread, os, signal, threading, time
+from asyncengine import LLM, SamplingParams
+
+def wait(condition):
+    while not condition():
+        time.sleep(0.005)
+
+def use():
+    wait(lambda: concurrent.futures.thread._shutdown)
+    supervisor = llm._engine._supervisor
+    os.kill(supervisor.pids()["gpu_runner"], signal.SIGKILL)
+    wait(supervisor.lives)
+    print(llm.generate("once more", use_tqdm=False)[0].outputs[0].text)
+
+llm = LLM(modules={"gpu_runner": "support.scripted_runner"}, device="cpu")
+threading.Thread(target=use).start()
+"""
+
+
+def test_what_is_lost_while_only_other_threads_than_the_main_one_are_left_is_replaced() -> None:
+    with tempfile.TemporaryDirectory(prefix="l-") as folder:
+        environ = os.environ | {"TMPDIR": folder, "ASYNCENGINE_SCRIPT": "{}"}
+        result = subprocess.run(
+            [sys.executable, "-c", USED_AFTER_THE_MAIN_THREAD],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert (result.returncode, result.stdout) == (0, "once more\n"), result.stderr
+        assert [*Path(folder).iterdir()] == []
+
+
 def test_a_closed_one_says_so_and_whoever_waits_is_told() -> None:
     llm = make_llm()
     children, errors = pids(llm), []

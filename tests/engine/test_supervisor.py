@@ -19,8 +19,8 @@ from support.python_path import PYTHON_PATH
 
 from asyncengine import supervisor as supervisor_module
 from asyncengine import watchdog
-from asyncengine.child import describe_exit, sidecar_environment
-from asyncengine.config import EngineConfig, Role
+from asyncengine.child import Child, describe_exit, sidecar_environment
+from asyncengine.config import EngineConfig, Role, SidecarConfig
 from asyncengine.engine_info import Health
 from asyncengine.errors import StartupError
 from asyncengine.model_files import ResolvedModel
@@ -251,6 +251,24 @@ def test_a_sidecar_gets_no_secrets_and_few_threads() -> None:
     assert sidecar_environment({}, on_cpu, "gpu_runner") == {"OMP_NUM_THREADS": cores} | passive
     assert sidecar_environment({}, on_gpu, "gpu_runner") == {"OMP_NUM_THREADS": "1"} | passive
     assert sidecar_environment({"OMP_NUM_THREADS": "3"}, on_cpu, "gpu_runner") == {"OMP_NUM_THREADS": "3"} | passive
+
+
+@pytest.mark.parametrize(("reads", "code"), [(True, 7), (False, 0)])
+async def test_a_configuration_that_no_pipe_holds_is_handed_over_as_the_child_reads_it(reads: bool, code: int) -> None:
+    model_path = "m" * 3_000_000
+    config = SidecarConfig(engine=EngineConfig(), role="gpu_runner", index=0, model_path=model_path, run_dir="")
+    program = "import sys; sys.stdin.buffer.read(1)"
+    if reads:
+        program = (
+            "from asyncengine.config import SidecarConfig; from asyncengine.wire.sidecar import read_config\n"
+            f"raise SystemExit(7 * (read_config(SidecarConfig).model_path == 'm' * {len(model_path)}))"
+        )
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE)
+    child = Child("gpu_runner", 0, 1, 0, process, os.pidfd_open(process.pid), 0.0, 0.0, 0.0)
+    async with asyncio.timeout(60):
+        await child.configure(config)
+        assert await child.wait() == code
+    child.release()
 
 
 def test_an_exit_is_described_for_a_person() -> None:

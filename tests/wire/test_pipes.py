@@ -6,6 +6,8 @@ import os
 import random
 import socket
 import stat
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -342,3 +344,60 @@ def test_close_may_be_called_twice(run_dir: Path) -> None:
     pipes.sender("supervisor")
     pipes.close()
     pipes.close()
+
+
+NEVER_CLOSED = """
+import gc, os, sys, threading, time
+from asyncengine.wire.pipes import Pipes
+from asyncengine.wire.requests import Abort, ToRunnerControl
+
+gc.disable()
+run_dir = sys.argv[1]
+
+class Ring:
+    def __init__(self, held):
+        self.held, self.ring = held, self
+
+def failed():
+    try:
+        pipes = made()
+        raise OSError
+    except OSError as error:
+        caught = error  # its traceback leads to this frame, which holds it
+
+def made():
+    pipes = Pipes(run_dir)
+    pipes.receiver("held", ToRunnerControl)
+    pipes.sender("nobody").send(Abort(1))
+    return pipes
+
+def wait(receiver):
+    receiver.wait(-1)
+
+for lose in (made, lambda: Ring(made()), failed, lambda: Ring(Pipes(run_dir).sender("nobody"))):
+    lose()
+    gc.collect()
+    while len(os.listdir("/proc/self/task")) > 1:  # those of its context end
+        time.sleep(0.001)
+
+half = made()
+sender, receiver = half.sender("self"), half.receiver("self", ToRunnerControl)
+half = Ring(half)
+del half
+gc.collect()
+sender.send(Abort(7))
+assert receiver.wait(60_000) and [*receiver.drain()] == [Abort(7)]
+print("all collected", flush=True)
+
+at_the_end = made()
+Ring(made())
+threading.Thread(target=wait, args=(made().receiver("waits", ToRunnerControl),), daemon=True).start()
+"""
+
+
+def test_pipes_that_are_never_closed_hold_up_neither_the_garbage_collector_nor_the_end_of_a_program(
+    run_dir: Path,
+) -> None:
+    command = [sys.executable, "-c", NEVER_CLOSED, str(run_dir)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "all collected\n", "")
