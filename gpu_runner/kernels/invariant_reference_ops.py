@@ -39,95 +39,49 @@ def rows_are_alike(weight: Tensor) -> bool:
 class InvariantReferenceOps(ReferenceOps):
     """`ModelOps` in plain torch; `meta` is a `BatchMeta`."""
 
-    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _linear(_rms_norm(x, norm, eps), weight, bias)
-
-    def attend(
-        self,
-        qkv: Tensor,
-        kv_layer: Tensor,
-        meta: BatchMeta,
-        *,
-        inv_freq: Tensor,
-        num_heads: int,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        if self._rotation is None or self._rotation[0] is not meta:  # the same for all layers of a step
-            self._rotation = meta, _by_token(lambda own: reference.rope_cos_sin(own, inv_freq), meta.positions)
-        _, _, num_kv_heads, _, head_dim = kv_layer.shape
-        q, k, v = qkv.view(len(qkv), -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-        if q_norm is not None:
-            q = _rms_norm(q, q_norm, eps)
-        if k_norm is not None:
-            k = _rms_norm(k, k_norm, eps)
-        q = reference.qk_norm_rope_write(
-            torch.cat((q, k, v), dim=1).flatten(1),
-            self._rotation[1],
-            kv_layer,
-            meta.kv_index,
-            num_heads=num_heads,
-            q_norm=None,
-            k_norm=None,
-            eps=eps,
-        )
-        return _attention(q, kv_layer, meta, scale=scale, window=window)
-
-    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
-        residual += _linear(x, weight, bias)
-
-    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _by_token(reference.silu_mul, self.norm_linear(x, norm, eps, weight, bias))
-
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return _rms_norm(x, weight, eps)
+        wide = x.to(torch.float32)
+        mean = _by_token(lambda row: row.mean(dim=-1, keepdim=True), wide.square())
+        return (wide * torch.rsqrt(mean + eps)).to(x.dtype) * weight
 
-    def logits(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
-        return _linear(hidden, lm_head, None).float()
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        tokens = len(x)
+        whole = tokens // TILE * TILE
+        tiles = list(x[:whole].split(TILE)) if whole else []
+        if whole < tokens:
+            last = x.new_zeros(TILE, x.shape[1])
+            last[: tokens - whole] = x[whole:]
+            tiles.append(last)
+        return torch.cat([F.linear(tile, weight, bias) for tile in tiles])[:tokens]
+
+    def _rope_cos_sin(self, positions: Tensor, inv_freq: Tensor) -> Tensor:
+        return _by_token(lambda own: reference.rope_cos_sin(own, inv_freq), positions)
+
+    def _silu_mul(self, gate_up: Tensor) -> Tensor:
+        return _by_token(reference.silu_mul, gate_up)
+
+    def _paged_attention(
+        self, q: Tensor, kv_layer: Tensor, meta: BatchMeta, *, scale: float, window: int | None
+    ) -> Tensor:
+        """A row's keys are gathered once, in whole pages: so each head's begin at an address of the same alignment,
+        wherever the row's chunk ends."""
+        out = torch.zeros_like(q)
+        num_kv_heads = kv_layer.shape[2]
+        capacity = meta.page_table.shape[1] * PAGE_SIZE
+        token = 0
+        for slot, start, count in zip(meta.row_slot, meta.row_start.tolist(), meta.row_len.tolist(), strict=True):
+            end = min(start + count, capacity)  # an overshoot row may stand behind its last page
+            position = torch.arange(-(-end // PAGE_SIZE) * PAGE_SIZE, device=q.device).clamp_(max=end - 1)
+            k, v = reference.gather(kv_layer, meta.page_table[slot][None], position[None])
+            for last in range(start + 1, start + count + 1):
+                seen = slice(0 if window is None else max(0, last - window), last)
+                # The heads of a group take the place of query positions, so that a group reads its keys once.
+                grouped = q[token].view(1, num_kv_heads, -1, q.shape[-1])
+                result = F.scaled_dot_product_attention(grouped, k[:, :, seen], v[:, :, seen], scale=scale)
+                out[token] = result.view(q.shape[1:])
+                token += 1
+        return out
 
 
 def _by_token(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return torch.cat([function(row) for row in x.split(1)])
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`reference.linear`."""
-    tokens = len(x)
-    whole = tokens // TILE * TILE
-    tiles = list(x[:whole].split(TILE)) if whole else []
-    if whole < tokens:
-        last = x.new_zeros(TILE, x.shape[1])
-        last[: tokens - whole] = x[whole:]
-        tiles.append(last)
-    return torch.cat([F.linear(tile, weight, bias) for tile in tiles])[:tokens]
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`reference.rms_norm`."""
-    wide = x.to(torch.float32)
-    mean = _by_token(lambda row: row.mean(dim=-1, keepdim=True), wide.square())
-    return (wide * torch.rsqrt(mean + eps)).to(x.dtype) * weight
-
-
-def _attention(q: Tensor, kv_layer: Tensor, meta: BatchMeta, *, scale: float, window: int | None) -> Tensor:
-    """`reference.paged_attention`. A row's keys are gathered once, in whole pages: so each head's begin at an address
-    of the same alignment, wherever the row's chunk ends."""
-    out = torch.zeros_like(q)
-    num_kv_heads = kv_layer.shape[2]
-    capacity = meta.page_table.shape[1] * PAGE_SIZE
-    token = 0
-    for slot, start, count in zip(meta.row_slot, meta.row_start.tolist(), meta.row_len.tolist(), strict=True):
-        end = min(start + count, capacity)  # an overshoot row may stand behind its last page
-        position = torch.arange(-(-end // PAGE_SIZE) * PAGE_SIZE, device=q.device).clamp_(max=end - 1)
-        k, v = reference.gather(kv_layer, meta.page_table[slot][None], position[None])
-        for last in range(start + 1, start + count + 1):
-            seen = slice(0 if window is None else max(0, last - window), last)
-            # The heads of a group take the place of query positions, so that a group reads its keys once.
-            grouped = q[token].view(1, num_kv_heads, -1, q.shape[-1])
-            result = F.scaled_dot_product_attention(grouped, k[:, :, seen], v[:, :, seen], scale=scale)
-            out[token] = result.view(q.shape[1:])
-            token += 1
-    return out

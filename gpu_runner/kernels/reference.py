@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,16 +37,17 @@ def qk_norm_rope_write(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm,
 ) -> Tensor:
     """The first half of `ModelOps.attend`; returns the queries. cos_sin: of `rope_cos_sin`. kv_index: [T], page *
-    page_size + offset."""
+    page_size + offset. norm: what computes `rms_norm`."""
     _, _, num_kv_heads, page_size, head_dim = kv_layer.shape
     heads = qkv.view(len(qkv), -1, head_dim)
     q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if q_norm is not None:
-        q = rms_norm(q, q_norm, eps)
+        q = norm(q, q_norm, eps)
     if k_norm is not None:
-        k = rms_norm(k, k_norm, eps)
+        k = norm(k, k_norm, eps)
     page, offset = kv_index // page_size, kv_index % page_size
     kv_layer[0, page, :, offset] = _rotate(k, cos_sin)
     kv_layer[1, page, :, offset] = v

@@ -20,7 +20,7 @@ class ReferenceOps:
         return residual if out is None else out.copy_(residual)
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return reference.linear(reference.rms_norm(x, norm, eps), weight, bias)
+        return self._linear(self.rms_norm(x, norm, eps), weight, bias)
 
     def attend(
         self,
@@ -37,20 +37,39 @@ class ReferenceOps:
         window: int | None,
     ) -> Tensor:
         if self._rotation is None or self._rotation[0] is not meta:  # the same for all layers of a step
-            self._rotation = meta, reference.rope_cos_sin(meta.positions, inv_freq)
+            self._rotation = meta, self._rope_cos_sin(meta.positions, inv_freq)
         q = reference.qk_norm_rope_write(
-            qkv, self._rotation[1], kv_layer, meta.kv_index, num_heads=num_heads, q_norm=q_norm, k_norm=k_norm, eps=eps
+            *(qkv, self._rotation[1], kv_layer, meta.kv_index),
+            num_heads=num_heads,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=eps,
+            norm=self.rms_norm,
         )
-        return reference.paged_attention(q, kv_layer, meta, scale=scale, window=window)
+        return self._paged_attention(q, kv_layer, meta, scale=scale, window=window)
 
     def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
-        residual += reference.linear(x, weight, bias)
+        residual += self._linear(x, weight, bias)
 
     def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return reference.silu_mul(self.norm_linear(x, norm, eps, weight, bias))
+        return self._silu_mul(self.norm_linear(x, norm, eps, weight, bias))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return reference.rms_norm(x, weight, eps)
 
     def logits(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
-        return reference.linear(hidden, lm_head, None).float()
+        return self._linear(hidden, lm_head, None).float()
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return reference.linear(x, weight, bias)
+
+    def _rope_cos_sin(self, positions: Tensor, inv_freq: Tensor) -> Tensor:
+        return reference.rope_cos_sin(positions, inv_freq)
+
+    def _silu_mul(self, gate_up: Tensor) -> Tensor:
+        return reference.silu_mul(gate_up)
+
+    def _paged_attention(
+        self, q: Tensor, kv_layer: Tensor, meta: BatchMeta, *, scale: float, window: int | None
+    ) -> Tensor:
+        return reference.paged_attention(q, kv_layer, meta, scale=scale, window=window)

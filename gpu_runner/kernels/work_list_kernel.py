@@ -63,7 +63,7 @@ def list_work(
     elif LISTS > 1:
         first_row = num_decode_rows
         if ALL_ROWS > 0:
-            first_row = num_decode_rows * 0
+            first_row = num_decode_rows * 0  # of the same type
         num_tiles = _cut_chunks(first_row, num_rows, row_start, row_len, sort_keys, WINDOW, TILE, ROWS)
         tl.debug_barrier()
         _list_tiles(

@@ -65,9 +65,7 @@ class Slots:
         self.num_background = 0  # slots of such requests
         self.account: Int32 = np.zeros(num_slots, np.int32)  # its tenant's, in `Tenants`
         self.begun: Int32 = np.zeros(num_slots, np.int32)  # `charged` when it was admitted
-        self.charged: Int32 = np.zeros(
-            num_slots, np.int32
-        )  # positions that its tenant's account knows of; see `Charges`
+        self.charged: Int32 = np.zeros(num_slots, np.int32)  # positions that its account knows of; see `Charges`
         self.keeps_place = np.zeros(num_slots, np.bool_)  # as in `Request`, since it was admitted
         self.keeps_pages = np.zeros(num_slots, np.bool_)
         self.admitted = np.zeros(num_slots, np.int64)  # order of (re-)admission

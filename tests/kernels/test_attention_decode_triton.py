@@ -10,7 +10,7 @@ from support.attention_step import AttentionStep, exact_attention, make_step
 from torch import Tensor
 
 from gpu_runner.kernels.attention_decode import DecodeTiling, decode_attention
-from gpu_runner.kernels.work_list import WorkList, allocate_work_list, build_work_list
+from gpu_runner.kernels.work_list import WorkList, allocate_work_list
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -39,16 +39,7 @@ def work_for(
     )
     work.partial_out.fill_(torch.nan)
     work.partial_lse.fill_(torch.nan)
-    build_work_list(
-        work,
-        counts=step.counts,
-        row_slot=step.row_slot,
-        row_start=step.row_start,
-        row_len=step.row_len,
-        row_token=step.row_token,
-        page_table=step.page_table,
-        prefill=False,
-    )
+    step.list_work(work, prefill=False)
     return work, head_dim**-0.5
 
 
@@ -157,10 +148,7 @@ def test_a_row_past_its_last_page_reads_no_further_than_its_table() -> None:
     want = exact_attention(step, scale=0.125, window=None)
     step.row_start[0] = 32  # one past what two pages hold
     work, _ = work_for(step, max_rows=2)
-    build_work_list(
-        work, counts=step.counts, row_slot=step.row_slot, row_start=step.row_start, row_len=step.row_len,
-        row_token=step.row_token, page_table=table, prefill=False,
-    )  # fmt: skip
+    step.list_work(work, prefill=False, page_table=table)
     out = torch.full_like(step.q, POISON)
     decode_attention(step.q, step.kv_layer, out, work, counts=step.counts, page_table=table, scale=0.125)
     assert float((out.cpu().to(torch.float64) - want).abs().max()) < 5 * TOLERANCE
@@ -184,10 +172,7 @@ def test_long_ragged_steps_are_right_in_a_replayed_graph(rows: int, context: int
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        build_work_list(
-            work, counts=step.counts, row_slot=step.row_slot, row_start=step.row_start, row_len=step.row_len,
-            row_token=step.row_token, page_table=step.page_table, prefill=False,
-        )  # fmt: skip
+        step.list_work(work, prefill=False)
         out.fill_(POISON)  # between the list's writer and the kernel that reads it ahead of its wait
         for _ in range(4):
             decode_attention(

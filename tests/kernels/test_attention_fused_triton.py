@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpu_runner.kernels import reference
 from gpu_runner.kernels.attention_fused import FusedTiling, fused_decode_attention
-from gpu_runner.kernels.work_list import WorkList, allocate_work_list, build_work_list
+from gpu_runner.kernels.work_list import WorkList, allocate_work_list
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -70,11 +70,7 @@ class Case:
         return work
 
     def build(self, work: WorkList) -> None:
-        step = self.step
-        build_work_list(
-            work, counts=step.counts, row_slot=step.row_slot, row_start=step.row_start, row_len=step.row_len,
-            row_token=step.row_token, page_table=step.page_table, prefill=False,
-        )  # fmt: skip
+        self.step.list_work(work, prefill=False)
 
     def _exact(self, rows: int) -> Tensor:
         """Writes the newest keys and values into `expected_kv` too."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gpu_runner.kernels.attention_decode import decode_attention
 from gpu_runner.kernels.attention_prefill import PrefillTiling, prefill_attention
-from gpu_runner.kernels.work_list import WorkList, allocate_work_list, build_work_list
+from gpu_runner.kernels.work_list import WorkList, allocate_work_list
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -34,21 +34,8 @@ def work_for(step: AttentionStep, *, window: int | None = None, tile_rows: int =
         target_programs=8,
         tile_rows=tile_rows,
     )
-    build(step, work)
+    step.list_work(work, prefill=True)
     return work
-
-
-def build(step: AttentionStep, work: WorkList) -> None:
-    build_work_list(
-        work,
-        counts=step.counts,
-        row_slot=step.row_slot,
-        row_start=step.row_start,
-        row_len=step.row_len,
-        row_token=step.row_token,
-        page_table=step.page_table,
-        prefill=True,
-    )
 
 
 def prefill(step: AttentionStep, work: WorkList, out: Tensor, tiling: PrefillTiling | None = None) -> None:
@@ -145,7 +132,7 @@ def test_long_chunks_are_right_in_a_replayed_graph(chunks: list[tuple[int, int]]
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        build(step, work)
+        step.list_work(work, prefill=True)
         for _ in range(3):
             prefill(step, work, out)
     for _ in range(5):

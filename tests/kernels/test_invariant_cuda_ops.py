@@ -21,7 +21,7 @@ from torch import Tensor
 from gpu_runner.kernels.attention_prefill import prefill_attention
 from gpu_runner.kernels.invariant_cuda_ops import InvariantCudaOps
 from gpu_runner.kernels.linear_config import TileConfig, choose_invariant
-from gpu_runner.kernels.work_list import allocate_work_list, build_work_list
+from gpu_runner.kernels.work_list import allocate_work_list
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -129,16 +129,7 @@ def attend(step: AttentionStep, window: int | None) -> Tensor:
         device=DEVICE,
         all_rows=True,
     )
-    build_work_list(
-        work,
-        counts=step.counts,
-        row_slot=step.row_slot,
-        row_start=step.row_start,
-        row_len=step.row_len,
-        row_token=step.row_token,
-        page_table=step.page_table,
-        prefill=False,
-    )
+    step.list_work(work, prefill=False)
     out = torch.full_like(step.q, -7.0)
     prefill_attention(step.q, step.kv_layer, out, work, page_table=step.page_table, scale=head_dim**-0.5)
     return out

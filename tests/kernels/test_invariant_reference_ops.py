@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from support.attention_step import exact_attention, make_step
 from torch import Tensor
 
-from gpu_runner.kernels import invariant_reference_ops
 from gpu_runner.kernels.invariant_reference_ops import TILE, InvariantReferenceOps, rows_are_alike
 from gpu_runner.kernels.ops import BatchMeta
 from gpu_runner.kernels.reference_ops import ReferenceOps
@@ -126,7 +125,7 @@ def test_attention_is_softmax_over_a_rows_own_keys() -> None:
         kv_index=torch.empty(0),
         page_table=step.page_table,
     )
-    out = invariant_reference_ops._attention(step.q, step.kv_layer, meta, scale=0.25, window=None)
+    out = InvariantReferenceOps()._paged_attention(step.q, step.kv_layer, meta, scale=0.25, window=None)
     torch.testing.assert_close(out.double(), exact_attention(step, scale=0.25, window=None), rtol=1e-5, atol=1e-5)
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gpu_runner.kernels.work_list import WorkList, build_work_list
+
 PAGE = 16
 
 
@@ -34,6 +36,19 @@ class AttentionStep:
         columns = (self.row_token, self.row_start, self.row_len)
         tokens, starts, lengths = (column[:count].tolist() for column in columns)
         return list(zip(tokens, starts, lengths, strict=True))
+
+    def list_work(self, work: WorkList, *, prefill: bool, page_table: Tensor | None = None) -> None:
+        """Build the work list of the step. page_table: in place of its own."""
+        build_work_list(
+            work,
+            counts=self.counts,
+            row_slot=self.row_slot,
+            row_start=self.row_start,
+            row_len=self.row_len,
+            row_token=self.row_token,
+            page_table=self.page_table if page_table is None else page_table,
+            prefill=prefill,
+        )
 
 
 def make_step(
