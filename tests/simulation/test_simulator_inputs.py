@@ -123,7 +123,8 @@ def test_the_files_hold_what_their_figures_give(path: Path) -> None:
     assert read_step_model(path).coefficients == coefficients
     assert fit_step_model.errors(content["figures"], coefficients) == content["errors"]
     fitted = [abs(row["error_percent"]) for row in content["errors"] if row["point"] == "fitted"]
-    assert max(fitted) < 9
+    # the points of a served load are averages over steps of many kinds
+    assert max(fitted) < (9 if path.stem.endswith("served") else 8)
     assert all(figures["source"] for name, figures in content["figures"].items() if name != "layers")
     assert fit_step_model.dump(content) == path.read_text()
 
