@@ -142,7 +142,6 @@ async def test_langchain_chats_streams_and_gets_log_probabilities(chat: ChatOpen
         chat.ainvoke(QUESTION, logprobs=True), stream(), asyncio.to_thread(chat.batch, [QUESTION])
     )
     assert "".join(chunks) == batched.content == ANSWER
-    assert len(chunks) > 4
     assert whole.content == ANSWER
     assert whole.usage_metadata is not None
     assert whole.usage_metadata["output_tokens"] == 8
@@ -188,7 +187,6 @@ async def test_pydantic_ai_chats_and_streams(model: OpenAIChatModel) -> None:
     async with agent.run_stream(QUESTION) as stream:
         pieces = [piece async for piece in stream.stream_text(delta=True, debounce_by=None)]
     assert whole.output == "".join(pieces) == ANSWER
-    assert len(pieces) > 4
     assert whole.usage.output_tokens == stream.usage.output_tokens == 8
 
 
