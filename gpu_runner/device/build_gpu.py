@@ -97,8 +97,10 @@ class GpuBuild:
         step = self._make_step(decoder, self._model, self._device, num_pages=1)
         # what was zeroed on the default stream must be so before the executor's own reads it
         torch.cuda.synchronize(self._device)
+        self._memory.settle()
         workspace_bytes = self._memory.allocated - decoder.weight_bytes
         graph_bytes, step_bytes = self._measure(stream, step)
+        self._memory.settle()
         fixed_bytes = self._memory.own
         size = self._fill(
             stream, step, weight_bytes=decoder.weight_bytes, graph_bytes=graph_bytes, step_bytes=step_bytes
@@ -170,11 +172,18 @@ class GpuBuild:
                 budget_bytes=budget * page // (page + TOKEN_ID_BYTES),
                 remedy=partial(self._remedy, weight_bytes, budget, available),
             )
-            step.kv_cache = allocate_kv_cache(self._model, size.num_pages, self._dtype, self._device)
-            torch.cuda.synchronize(self._device)
-            self._progress("capturing graphs", 0, 0)
-            _run(stream, partial(step.capture, partial(self._progress, "capturing graphs")))
+            try:
+                step.kv_cache = allocate_kv_cache(self._model, size.num_pages, self._dtype, self._device)
+                torch.cuda.synchronize(self._device)
+                self._progress("capturing graphs", 0, 0)
+                _run(stream, partial(step.capture, partial(self._progress, "capturing graphs")))
+            except torch.OutOfMemoryError as error:
+                raise StartupError(
+                    f"another process took GPU memory that was free a moment ago: {gib(available)} then, "
+                    f"{gib(memory.free)} now beside this process"
+                ) from error
             torch.cuda.empty_cache()
+            memory.settle()
             excess = memory.own - memory.limit
             if excess <= 0 or self._config.kv_cache_tokens is not None:
                 return size

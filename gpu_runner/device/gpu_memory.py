@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
 
-CONTEXT_BYTES = 1 << 30
-"""Of what is in use before this process allocates, the most that can be its own CUDA context. No call tells it from the
-memory of other processes, so up to here it counts as this process's: the limit holds either way."""
+logger = logging.getLogger(__name__)
+
+DRIVER_BYTES, GIVEN_BACK_BYTES = 1 << 30, 64 << 20
+"""What a process may take beside what torch holds for its CUDA context, and then between two looks for kernels that it
+loads or graphs that it captures; and what it may give back. No call tells whose such memory is: what moves by more was
+another process."""
 SAMPLE_EVERY = 4
 """One graph in so many of a kind, the largest first, is captured to learn what all will take."""
 
 
 class GpuMemory:
-    """Made before this process allocates anything on the device. Bytes."""
+    """What of the device's memory is this process's: what torch holds, which torch knows, and what `settle` has found
+    that the driver holds for it. Other processes may take and free memory meanwhile. Made before this process allocates
+    anything on the device. Bytes."""
 
     def __init__(self, device: torch.device, *, utilization: float) -> None:
         self._device = device
-        free, self.total = torch.cuda.mem_get_info(device)
+        self.total = torch.cuda.mem_get_info(device)[1]
         self.limit = int(utilization * self.total)
-        self._others = max(0, self.total - free - torch.cuda.memory_reserved(device) - CONTEXT_BYTES)
+        self._seen = self.beside_torch
+        self._driver = min(self._seen, DRIVER_BYTES)
 
     @property
     def free(self) -> int:
@@ -28,18 +35,30 @@ class GpuMemory:
 
     @property
     def own(self) -> int:
-        """In use by this process: context, loaded kernels, graphs, and what torch holds. Other processes that grow
-        meanwhile count too."""
-        return self.total - self.free - self._others
-
-    @property
-    def driver(self) -> int:
-        """In use beside what torch holds."""
-        return self.total - self.free - torch.cuda.memory_reserved(self._device)
+        """In use by this process: what torch holds now, and as of the last `settle` context, loaded kernels, graphs."""
+        return torch.cuda.memory_reserved(self._device) + self._driver
 
     @property
     def allocated(self) -> int:
         return torch.cuda.memory_allocated(self._device)
+
+    @property
+    def beside_torch(self) -> int:
+        """In use on the device beside what torch holds for this process, by whomever."""
+        return self.total - self.free - torch.cuda.memory_reserved(self._device)
+
+    def settle(self) -> None:
+        """Count what has been taken since the last call beside what torch holds as this process's. Where it is more or
+        less than this process can have taken, others had a part in it: then the most that it can have taken is
+        counted, which keeps to the limit."""
+        before, self._seen = self._seen, self.beside_torch
+        growth = self._seen - before
+        if -GIVEN_BACK_BYTES <= growth <= DRIVER_BYTES:
+            self._driver += growth
+            return
+        self._driver += DRIVER_BYTES
+        verb = "took" if growth > 0 else "freed"
+        logger.warning("other processes %s about %d MiB of this GPU's memory meanwhile", verb, abs(growth) >> 20)
 
 
 def estimate_graph_bytes(kinds: Sequence[Sequence[Callable[[], None]]], memory: GpuMemory) -> int:
@@ -53,20 +72,23 @@ def estimate_graph_bytes(kinds: Sequence[Sequence[Callable[[], None]]], memory: 
         for work in sample:
             work()  # loads its kernels, which graphs do not pay for
     stream.synchronize()
+    memory.settle()
     torch.cuda.empty_cache()
     graphs: list[torch.cuda.CUDAGraph] = []
     pool = torch.cuda.graph_pool_handle()
     reserved_before = torch.cuda.memory_reserved()
     driver_bytes = 0.0
     for kind, sample in zip(kinds, samples, strict=True):
-        before = memory.driver
+        before = memory.beside_torch
         for work in sample:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[-1], pool=pool, stream=stream):
                 work()
-            graphs.append(graph)
-        driver_bytes += (memory.driver - before) * len(kind) / len(sample)
+        taken = memory.beside_torch - before
+        if 0 <= taken <= DRIVER_BYTES:  # else others moved: what is left out here is seen once all are captured
+            driver_bytes += taken * len(kind) / len(sample)
     pool_bytes = torch.cuda.memory_reserved() - reserved_before
     graphs.clear()
     torch.cuda.empty_cache()
+    memory.settle()
     return pool_bytes + int(driver_bytes)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -114,6 +116,50 @@ def test_a_gpus_kv_cache_takes_the_asked_share_of_its_memory(model_path: str) ->
     assert (executor.max_model_len, executor.info.dtype) == (256, "bfloat16")
     rig = Rig(executor=executor, kv_cache=torch.empty(0), decoder=None, device=torch.device("cuda"))
     assert len(rig.generate(PROMPT, 20, row=Row(temperature=1.0, top_p=0.9, seed=1))) == 20
+    executor.close()
+
+
+NEIGHBOUR = """
+import sys, torch
+held = torch.empty(8 << 30, dtype=torch.uint8, device="cuda")
+print("holds 8 GiB", flush=True)
+sys.stdin.readline()
+del held
+torch.cuda.empty_cache()
+print("has freed them", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("moment", ["loading weights", "measuring graphs", "capturing graphs"])
+def test_a_neighbour_that_frees_its_memory_meanwhile_neither_ends_the_start_nor_breaks_the_limit(
+    model_path: str, moment: str
+) -> None:
+    free, total = torch.cuda.mem_get_info()
+    if total - free - torch.cuda.memory_reserved() > 2 << 30:
+        pytest.skip("other processes use this GPU")
+    config = EngineConfig(model=model_path, gpu_memory_utilization=0.06, max_num_seqs=8)
+    with subprocess.Popen(
+        [sys.executable, "-c", NEIGHBOUR], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as neighbour:
+        assert neighbour.stdin is not None
+        assert neighbour.stdout is not None
+        assert neighbour.stdout.readline() == "holds 8 GiB\n"
+        told = []
+
+        def progress(phase: str, done: int, total: int) -> None:
+            if phase == moment and not told:
+                print(file=neighbour.stdin, flush=True)
+                told.append(neighbour.stdout.readline())  # type: ignore[union-attr]
+
+        executor = build_executor(config, model_path, progress, num_slots=16)
+        neighbour.stdin.close()
+    assert told == ["has freed them\n"]
+    free, total = torch.cuda.mem_get_info()
+    memory = executor.info.memory
+    assert memory.kv_cache_bytes > 0
+    assert total - free <= memory.used_bytes <= memory.limit_bytes == int(0.06 * total)
     executor.close()
 
 

@@ -45,6 +45,9 @@ class MadeUpGpu:
     def free(self) -> int:
         return self.total - self.own
 
+    def settle(self) -> None:
+        pass
+
     def capture(self, progress: Callable[[int, int], None]) -> None:
         assert not self.has_graphs
         self.captures += 1
@@ -105,6 +108,15 @@ def test_a_cache_of_an_asked_size_is_not_made_smaller() -> None:
 def test_a_step_has_room_beside_the_graphs_though_the_limit_be_all_of_the_gpu() -> None:
     _, gpu = fill(EngineConfig(gpu_memory_utilization=1.0))
     assert gpu.free >= 50_000
+
+
+def test_memory_that_another_process_takes_in_the_last_moment_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    monkeypatch.setattr(build_gpu, "allocate_kv_cache", full)
+    with pytest.raises(StartupError, match="another process took GPU memory that was free a moment ago"):
+        fill(EngineConfig(gpu_memory_utilization=0.8))
 
 
 @pytest.mark.parametrize("utilization", [0.42, 0.45, 0.47])
