@@ -146,7 +146,7 @@ def test_a_neighbour_that_frees_its_memory_meanwhile_neither_ends_the_start_nor_
         assert neighbour.stdin is not None
         assert neighbour.stdout is not None
         assert neighbour.stdout.readline() == "holds 8 GiB\n"
-        told = []
+        told: list[str] = []
 
         def progress(phase: str, done: int, total: int) -> None:
             if phase == moment and not told:
