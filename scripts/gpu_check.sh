@@ -130,8 +130,10 @@ ended() {
 }
 
 tests() {
+  local alone=tests/device/test_build_executor.py # it looks at all that is in use of the GPU's memory
+  local jobs=()
   if [ "$TEST_JOBS" -gt 1 ] && "$PYTHON" -c 'import xdist' 2>/dev/null; then
-    TEST_ARGS+=(-n "$TEST_JOBS")
+    jobs=(-n "$TEST_JOBS")
   fi
   local begin=$SECONDS missing
   missing=$("$PYTHON" -c 'import importlib.util as u
@@ -144,10 +146,11 @@ print(*(name for name in ("pytest", "pytest_timeout", "hypothesis") if u.find_sp
     echo "without pytest-asyncio, which these tests do not need and whose options are not known then"
     TEST_ARGS+=(-W "ignore:Unknown config option")
   fi
+  check tests-gpu-alone "$PYTHON" -m pytest -m gpu "${TEST_ARGS[@]}" "$alone"
   # those that have such tests: others need packages that a GPU machine may lack
-  check tests-gpu "$PYTHON" -m pytest -m gpu "${TEST_ARGS[@]}" tests/device tests/kernels tests/models \
-    tests/integration/test_server_on_devices.py
-  check tests-kernels "$PYTHON" -m pytest -m "not gpu" "${TEST_ARGS[@]}" tests/kernels
+  check tests-gpu "$PYTHON" -m pytest -m gpu "${TEST_ARGS[@]}" "${jobs[@]}" --ignore "$alone" \
+    tests/device tests/kernels tests/models tests/integration/test_server_on_devices.py
+  check tests-kernels "$PYTHON" -m pytest -m "not gpu" "${TEST_ARGS[@]}" "${jobs[@]}" tests/kernels
 }
 
 kernels() {
