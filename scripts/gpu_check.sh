@@ -73,6 +73,7 @@ KERNEL_ARGS=()
 ENGINE_ARGS=(--max-num-seqs 256 --max-num-batched-tokens 2048 --max-model-len 40960)
 CLASS_LENGTHS=conversation
 GAP_ARGS=()
+SAMPLING_ARGS=()
 read -ra RECOVERY_ARGS <<<"${RECOVERY_ARGS:-}"
 if [ "$DEVICE" != cuda ]; then
   KERNEL_ARGS=(--smoke)
@@ -82,6 +83,7 @@ if [ "$DEVICE" != cuda ]; then
   CLASS_LENGTHS=60:20
   GAP_ARGS=(--streams 3 --stream-prompt 16 --stream-tokens 900 --prompt 600)
   RECOVERY_ARGS=(--streams 6 --prompt 30 --tokens 400 --require-equal --tolerance 1e-3 "${RECOVERY_ARGS[@]}")
+  SAMPLING_ARGS=(--batch 4 --steps 20 --context 32 --max-model-len 1024 --kv-cache-tokens 16384)
   COPIES_ARGS=(--device cpu --batches 1,4 --steps 20 --pages 1,4 --kv-cache-tokens 8192 --host-gib 0.5)
 fi
 FAILED=()
@@ -164,6 +166,8 @@ step() {
   for model in "${MODELS[@]}"; do
     step_of "$model"
   done
+  check sampling "$PYTHON" scripts/bench_sampling.py "${MODELS[0]}" --device "$DEVICE" "${SAMPLING_ARGS[@]}" \
+    --json "$OUT/sampling.json"
 }
 
 step_of() {

@@ -17,6 +17,9 @@ import gpu_summary
 import profile_gaps
 import pytest
 from bench_kv_transfer import WAYS, CopyingEngine, measure_beside, measure_copies
+from bench_sampling import WAYS as SAMPLING_WAYS
+from bench_sampling import allow_all_but
+from bench_sampling import measure as measure_sampling
 from bench_step import Engine
 from flags_page import flags, flags_page, subcommands
 from gpu_gaps import Gap, Interval, analyse, merged, overlaps, step_gaps
@@ -162,6 +165,16 @@ def test_copies_of_pages_are_timed_alone_and_beside_steps(tiny_model: Path) -> N
     engine.executor.close()
     with pytest.raises(SystemExit, match="3000 pages each way are more than"):
         CopyingEngine(tiny_model, config, most_pages=3000)
+
+
+def test_every_way_of_choosing_tokens_is_timed_beside_greedy_rows(tiny_model: Path) -> None:
+    config = EngineConfig(load_format="dummy", device="cpu", max_num_seqs=4, max_model_len=512, kv_cache_tokens=2048)
+    engine = Engine(tiny_model, config)
+    allow_all_but(engine, engine.executor.model_config.eos_ids)
+    for way in SAMPLING_WAYS:
+        total, row = measure_sampling(engine, 4, context=24, steps=2, way=way, rows=2)
+        assert total > row > 0, way
+    engine.executor.close()
 
 
 # ------------------------------------------------------------------------------------------------ the check of a GPU
