@@ -20,6 +20,8 @@ _SURROGATE_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9
 _PATH = re.compile(r" - at (?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+_NULL_EXPECTED = "Expected `null`, got"
+"""For a field that is there so that it can be refused by name."""
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 
 T = TypeVar("T")
@@ -71,6 +73,8 @@ def _wrong_value(message: str, body: bytes) -> InvalidRequestError:
     if unknown:
         param = f"{path}.{unknown['name'][:MAX_SHOWN_NAME_CHARS]}"
         return InvalidRequestError(f"{param}: there is no such field", code=UNKNOWN_FIELD, param=param)
+    if path and what.startswith(_NULL_EXPECTED):
+        return InvalidRequestError(f"{path} is not supported by this server", code="unsupported_parameter", param=path)
     if at and at["key"]:
         what = f"a name in it: {what}"
     if not path:

@@ -26,10 +26,11 @@ T = TypeVar("T")
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One part of a message's content; only parts of type "text" are understood."""
+    """One part of a message's content; only parts of type "text" are understood. id: the client's own."""
 
     type: Annotated[str, Meta(max_length=64, extra_json_schema={"const": "text"})]
     text: str | None = None
+    id: Name | None = None
     cache_control: None = None
 
 
