@@ -79,8 +79,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--api-key-file",
         metavar="FILE",
         help="API keys, one a line, each of which may be followed by tenant=NAME and class=interactive or "
-        f"class=background; with them, or with one in {API_KEY_VARIABLE}, every request but for /health and "
-        "/ready needs one, and the console, which has none, is off (default: none)",
+        f"class=background; with them, or with one in {API_KEY_VARIABLE}, every request but for /health, "
+        "/ready and the files of the console, which asks for one, needs one (default: none)",
     )
     serve.add_argument(
         "--api-workers",
@@ -136,7 +136,6 @@ def serve_command(args: argparse.Namespace) -> int:
             f"refusing to listen on {args.host}, which other machines reach, without an API key: set --api-key-file or "
             f"{API_KEY_VARIABLE}, or take one of {', '.join(LOOPBACK_HOSTS)}"
         )
-    args.console = args.console and not keys
     if not 0 <= args.port <= 65535:
         raise StartupError(f"--port must be from 0 to 65535, got {args.port}")
     if not 0 <= args.drain_timeout_seconds <= MAX_DRAIN_SECONDS:

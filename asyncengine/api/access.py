@@ -7,12 +7,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from asyncengine.api.console_routes import PAGE_ROUTES
 from asyncengine.api.errors import ForbiddenError, UnauthorizedError, error_response
 from asyncengine.api_keys import known_key
 from asyncengine.config import ApiKey, ServiceClass
 
-OPEN_ROUTES = frozenset({"health", "ready"})
-"""Names of routes that whoever keeps the server alive asks, without a key."""
+OPEN_ROUTES = PAGE_ROUTES | {"health", "ready"}
+"""Names of routes that are asked without a key: by whoever keeps the server alive, and by a browser, whose page then
+asks for one. They read no body, wait for nothing and tell nothing of requests."""
 _SHOWN_KEY = web.RequestKey("api_key", ApiKey)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -1,4 +1,8 @@
-"""The routes of the console: its page, and what it shows of the engine. None of them makes the engine do anything."""
+"""The routes of the console: its page, and what it shows of the engine. None of them makes the engine do anything.
+
+The page's files are the package's, for whoever asks. What it shows of the engine (counts and times, of all tenants
+together, and nobody's text) it asks for with a key, as any other client does.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,7 @@ MODULES = (
     "painter",
     "slices",
     "phases",
+    "key",
 )
 FILES = {
     "/": ("index.html", "text/html"),
@@ -32,6 +37,8 @@ FILES = {
     "/console/icon.svg": ("icon.svg", "image/svg+xml"),
     **{f"/console/{name}.js": (f"{name}.js", "text/javascript") for name in MODULES},
 }
+PAGE_ROUTES = frozenset(f"console.{name}" for name, _ in FILES.values())
+"""Names of the routes of the page's files."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -66,7 +73,7 @@ class ConsoleRoutes:
 
     def add_to(self, app: web.Application) -> None:
         for path, (name, content_type) in FILES.items():
-            app.router.add_get(path, _file(name, content_type))
+            app.router.add_get(path, _file(name, content_type), name=f"console.{name}")
         app.router.add_get("/console/timeline", self.timeline, name="timeline")
         app.on_cleanup.append(self._close)
 

@@ -10,12 +10,18 @@ import msgspec
 from asyncengine.errors import InvalidRequestError
 
 MAX_SHOWN_BITS = 128
+MAX_SHOWN_NAME_CHARS = 64
+UNKNOWN_FIELD = "unknown_parameter"
+"""Code of an error that names a field of an object inside the body."""
 _LONE_SURROGATE = re.compile(
     rb"(?<!\\)(?:\\\\)*(?P<lone>\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|[c-fC-F][0-9a-fA-F]{2}))"
 )
 _SURROGATE_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 _PATH = re.compile(r" - at (?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+_NULL_EXPECTED = "Expected `null`, got"
+"""For a field that is there so that it can be refused by name."""
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 
 T = TypeVar("T")
@@ -63,6 +69,12 @@ def _wrong_value(message: str, body: bytes) -> InvalidRequestError:
     if missing:
         param = f"{path}.{missing['name']}" if path else missing["name"]
         return InvalidRequestError(f"{param} is required", code="missing_required_parameter", param=param)
+    unknown = _UNKNOWN.fullmatch(what)
+    if unknown:
+        param = f"{path}.{unknown['name'][:MAX_SHOWN_NAME_CHARS]}"
+        return InvalidRequestError(f"{param}: there is no such field", code=UNKNOWN_FIELD, param=param)
+    if path and what.startswith(_NULL_EXPECTED):
+        return InvalidRequestError(f"{path} is not supported by this server", code="unsupported_parameter", param=path)
     if at and at["key"]:
         what = f"a name in it: {what}"
     if not path:
@@ -72,12 +84,18 @@ def _wrong_value(message: str, body: bytes) -> InvalidRequestError:
 
 def _shown_value(body: bytes, path: str) -> str:
     """The offending value, if it is a number or a literal: text may be long or private and is not repeated."""
+    value = value_at(body, path)
+    if not isinstance(value, (int, float)) or (isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS):
+        return ""
+    return f" ({msgspec.json.encode(value).decode()})"
+
+
+def value_at(body: bytes, path: str) -> Any:
+    """What a body has at a place such as `messages[0].content`; None where that cannot be told."""
     try:
         value: Any = msgspec.json.decode(body)
         for name, position in _STEP.findall(path):
             value = value[int(position)] if position else value[name]
     except (msgspec.DecodeError, RecursionError, LookupError, TypeError):
-        return ""
-    if not isinstance(value, (int, float)) or (isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS):
-        return ""
-    return f" ({msgspec.json.encode(value).decode()})"
+        return None
+    return value

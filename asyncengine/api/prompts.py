@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from asyncengine.api.request_messages import Message, template_message
 from asyncengine.api.schema import (
     MAX_CHOICES,
     MAX_LOGPROBS_AT_ONCE,
-    MAX_PLAIN_DATA_DEPTH,
     MAX_PROMPT_LOGPROBS_AT_ONCE,
     MAX_PROMPTS,
     TEMPLATE_KWARGS,
     ChatRequest,
     CompletionRequest,
-    Message,
     TemplateValue,
 )
 from asyncengine.chat_prompt import ChatPrompt
@@ -84,52 +82,8 @@ def conversation(
                 param="chat_template_kwargs",
             )
     return ChatPrompt(
-        messages=[_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)],
+        messages=[template_message(message, f"messages[{i}]") for i, message in enumerate(messages)],
         add_generation_prompt=add_generation_prompt is not False,
         template_kwargs=dict(kwargs),
         tools=tools,
     )
-
-
-def _template_message(message: Message, where: str) -> dict[str, object]:
-    # "developer" is the newer name of the system role; templates of open models know only the older one
-    role = "system" if message.role == "developer" else message.role
-    turn: dict[str, object] = {"role": role, "content": _text(message, where)}
-    if message.tool_calls is not None:
-        _check_depth(message.tool_calls, MAX_PLAIN_DATA_DEPTH, f"{where}.tool_calls")
-    for name in ("name", "reasoning_content", "tool_calls", "tool_call_id"):
-        value = getattr(message, name)
-        if value is not None:
-            turn[name] = value
-    return turn
-
-
-def _text(message: Message, where: str) -> str:
-    content = message.content
-    if isinstance(content, str):
-        return content
-    if content is None and message.role == "assistant" and message.tool_calls:
-        return ""
-    if not content:
-        raise InvalidRequestError(
-            f"{where}.content must be a text or a list of at least one text part", param=f"{where}.content"
-        )
-    texts = []
-    for position, part in enumerate(content):
-        at = f"{where}.content[{position}]"
-        if part.type != "text":
-            raise InvalidRequestError(
-                f"{at}: only text parts are supported, got {part.type!r}", code="unsupported_content", param=at
-            )
-        if part.text is None:
-            raise InvalidRequestError(f"{at}.text is required", code="missing_required_parameter", param=f"{at}.text")
-        texts.append(part.text)
-    return "\n".join(texts)
-
-
-def _check_depth(value: Any, levels: int, where: str) -> None:
-    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    if children and levels == 0:
-        raise InvalidRequestError(f"{where} is nested deeper than {MAX_PLAIN_DATA_DEPTH} levels", param=where)
-    for child in children:
-        _check_depth(child, levels - 1, where)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Generic, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from asyncengine.api.json_body import decode_body
+from asyncengine.api.request_messages import Messages, Name, decode_with_messages
 from asyncengine.api.structured import ResponseFormat, StructuredOutputs, structured_of
 from asyncengine.api.tools import ToolChoice, Tools
 from asyncengine.api.unsupported import NO_EFFECT_IN_CHAT, NO_EFFECT_IN_COMPLETIONS, ignored_fields
@@ -33,9 +34,6 @@ MAX_LOGPROBS_AT_ONCE = 4096
 MAX_PROMPT_LOGPROBS_AT_ONCE = 2**20
 """Characters or ids of all prompts of a request, times `n`, times the log-probabilities that each token of a prompt
 reports."""
-MAX_MESSAGES = 4096
-MAX_TOOL_CALLS = 128
-MAX_PLAIN_DATA_DEPTH = 32
 DEFAULT_COMPLETION_TOKENS = 16
 TEMPLATE_KWARGS = ("date_string", "enable_thinking", "preserve_thinking", "reasoning_effort", "thinking")
 """Variables of a chat template that a request may set. Never the template itself, nor the engine's own variables."""
@@ -63,9 +61,7 @@ Prompts = Annotated[
     ),
 ]
 """One prompt as ids, or several prompts: all as text or all as ids."""
-Name = Annotated[str, Meta(max_length=512)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
-ToolCalls = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOL_CALLS)]
 SessionName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 RequestName = Annotated[str, Meta(pattern=REQUEST_NAME)]
 TemplateValue = bool | Annotated[str, Meta(max_length=64)]
@@ -79,12 +75,13 @@ LogitBias = Annotated[
 ]
 
 
-class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """include_usage: one more event at the end, with the whole request's usage. continuous_usage_stats: every event
-    carries the usage of its own choice so far."""
+    carries the usage of its own choice so far. include_obfuscation: events are never padded."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: Annotated[bool, Meta(extra_json_schema={"const": False})] | None = None
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,30 +190,10 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
         return max((count for count in asked if count is not None), default=None)
 
 
-class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
-    """One part of a message's content; only parts of type "text" are understood."""
-
-    type: Annotated[str, Meta(max_length=64, extra_json_schema={"const": "text"})]
-    text: str | None = None
-
-
-class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One turn of a conversation. `tool_calls` and the like are plain data for the model's chat template."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[ContentPart], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
-    name: Name | None = None
-    reasoning_content: str | None = None
-    tool_calls: ToolCalls | None = None
-    tool_call_id: Name | None = None
-    audio: None = None
-    function_call: None = None
-
-
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     """Body of /v1/chat/completions. Without `max_tokens` an answer may fill the model's context."""
 
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Messages
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
     add_generation_prompt: bool | None = None
@@ -259,7 +236,7 @@ def parse_completion(body: bytes) -> Parsed[CompletionRequest]:
 
 def parse_chat(body: bytes) -> Parsed[ChatRequest]:
     """Raises `InvalidRequestError`."""
-    request = decode_body(body, _CHAT)
+    request = decode_with_messages(body, _CHAT)
     _check_stream_options(request)
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequestError("top_logprobs is only allowed when logprobs is true", param="top_logprobs")
@@ -270,3 +247,9 @@ def parse_chat(body: bytes) -> Parsed[ChatRequest]:
 def _check_stream_options(request: GenerationRequest) -> None:
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options is only allowed when stream is true", param="stream_options")
+    if request.stream_options is not None and request.stream_options.include_obfuscation:
+        raise InvalidRequestError(
+            "stream_options.include_obfuscation is not supported by this server",
+            code="unsupported_parameter",
+            param="stream_options.include_obfuscation",
+        )

@@ -23,7 +23,7 @@ Choices = Annotated[
 ]
 
 
-class JsonSchema(msgspec.Struct, frozen=True, kw_only=True):
+class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """name, description and strict are for the caller's own use: the schema is always kept to."""
 
     name: Annotated[str, Meta(max_length=512)] | None = None
@@ -32,7 +32,7 @@ class JsonSchema(msgspec.Struct, frozen=True, kw_only=True):
     strict: bool | None = None
 
 
-class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -50,6 +50,10 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 def structured_of(response_format: ResponseFormat | None, outputs: StructuredOutputs | None) -> Structured | None:
     """What the text must match, None for anything. Raises `InvalidRequestError`."""
     found = []
+    if response_format is not None and response_format.type != "json_schema" and response_format.json_schema:
+        raise InvalidRequestError(
+            "response_format.json_schema is only allowed with type json_schema", param="response_format.json_schema"
+        )
     if response_format is not None and response_format.type != "text":
         found.append(_of_format(response_format))
     if outputs is not None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import msgspec
-from msgspec import Meta
 
 from asyncengine.api.json_body import decode_body
 from asyncengine.api.prompts import conversation
-from asyncengine.api.schema import FIELDS, MAX_MESSAGES, Message, Name, Parsed, TemplateKwargs, TokenId
+from asyncengine.api.request_messages import Messages, Name, decode_with_messages
+from asyncengine.api.schema import FIELDS, Parsed, TemplateKwargs, TokenId
 from asyncengine.api.tools import Tools, template_tools
 from asyncengine.api.unsupported import NO_EFFECT_IN_TOKENIZE, ignored_fields
 from asyncengine.chat_prompt import ChatPrompt
@@ -23,7 +21,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     model: Name | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
@@ -76,7 +74,7 @@ _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 def parse_tokenize(body: bytes) -> Parsed[TokenizeRequest]:
     """Raises `InvalidRequestError`."""
-    request = decode_body(body, _TOKENIZE)
+    request = decode_with_messages(body, _TOKENIZE)
     given = decode_body(body, FIELDS)
     return Parsed(request, ignored_fields(given, TokenizeRequest.__struct_fields__, NO_EFFECT_IN_TOKENIZE))
 

@@ -21,7 +21,7 @@ FunctionName = Annotated[str, Meta(pattern=FUNCTION_NAME)]
 ObjectSchema = Annotated[dict[str, Any], Meta(extra_json_schema={"properties": {"type": {"const": "object"}}})]
 
 
-class FunctionJson(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class FunctionJson(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """parameters: a JSON schema of an object; without one the function takes none. strict: calls of it keep to that
     schema though the model chooses freely whether to call."""
 
@@ -31,16 +31,17 @@ class FunctionJson(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     strict: bool | None = None
 
 
-class ToolJson(msgspec.Struct, frozen=True, kw_only=True):
+class ToolJson(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     type: Literal["function"]
     function: FunctionJson
+    cache_control: None = None
 
 
-class NamedFunctionJson(msgspec.Struct, frozen=True, kw_only=True):
+class NamedFunctionJson(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: FunctionName
 
 
-class ToolChoiceJson(msgspec.Struct, frozen=True, kw_only=True):
+class ToolChoiceJson(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     type: Literal["function"]
     function: NamedFunctionJson
 

@@ -2,6 +2,7 @@
 
 import { Chat } from "./chat.js";
 import { Figures } from "./figures.js";
+import { request } from "./key.js";
 import { Lanes } from "./lanes.js";
 
 const POLL_MS = 250;
@@ -14,13 +15,13 @@ new Chat();
 
 let cursor = {};
 let pollMs = POLL_MS;
-let timer = 0;
+let resting = false; // while nobody sees the page
 
 async function poll() {
   let wait = POLL_MS;
   try {
     const since = Object.entries(cursor).map(([lane, number]) => `${lane}:${number}`).join(",");
-    const response = await fetch(`/console/timeline?since=${since}`, { signal: AbortSignal.timeout(5000) });
+    const response = await request(`/console/timeline?since=${since}`, () => ({ signal: AbortSignal.timeout(5000) }));
     if (response.ok) {
       const news = await response.json();
       const more = takeIn(news);
@@ -34,7 +35,8 @@ async function poll() {
     showState("unreachable", "no answer");
     wait = pollMs = Math.min(SLOWEST_POLL_MS, pollMs * 2);
   }
-  timer = document.hidden ? 0 : setTimeout(poll, wait);
+  resting = document.hidden;
+  if (!resting) setTimeout(poll, wait);
 }
 
 function takeIn(news) {
@@ -55,7 +57,9 @@ function showState(state, text) {
 }
 
 document.addEventListener("visibilitychange", () => {
-  if (!document.hidden && !timer) poll();
+  if (document.hidden || !resting) return;
+  resting = false;
+  poll();
 });
 
 const tabs = [byId("tab-chat"), byId("tab-engine")];

@@ -1,13 +1,15 @@
 // A streamed request to the API.
 
+import { request } from "./key.js";
+
 /** Yields the data of each event; throws the server's own words where it refuses or fails. */
 export async function* events(body, signal) {
-  const response = await fetch("/v1/chat/completions", {
+  const response = await request("/v1/chat/completions", () => ({
     method: "POST",
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify(body),
     signal,
-  });
+  }));
   if (!response.ok) {
     const text = await response.text();
     let message = `the server answered ${response.status}`;

@@ -221,10 +221,11 @@ async def test_plain_data_for_the_template_is_bounded_in_depth(server: Server) -
         data: Any = {}
         for _ in range(depth):
             data = {"a": [data]}
-        return {"messages": [USER, {"role": "assistant", "tool_calls": [data]}]}
+        function = {"name": "f", "arguments": data}
+        return {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": function}]}]}
 
     assert (await server.post(CHAT, call(10)))[0] == 200
-    assert (await refused(server, CHAT, call(20)))["param"] == "messages[1].tool_calls"
+    assert (await refused(server, CHAT, call(20)))["param"] == "messages[1].tool_calls[0].function.arguments"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""With keys, every route is closed but for those that say whether the server lives."""
+"""With keys, every route is closed but for those that say whether the server lives and the files of the console."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from asyncengine import api_keys
 from asyncengine.api import connections
 from asyncengine.api.access import OPEN_ROUTES
 from asyncengine.api.app import bound_port, make_app, run_app
+from asyncengine.api.console_routes import FILES
 from asyncengine.api_keys import API_KEY_VARIABLE, digest_of, known_key, read_api_keys
 from asyncengine.client import AsyncClient
 from asyncengine.config import ApiKey, ServiceClass
@@ -65,7 +66,10 @@ async def test_every_route_of_the_router_is_closed_unless_it_is_listed(url: str,
 
 @pytest.mark.parametrize(
     "path",
-    ["/nowhere", "//v1/models", "/v1/models/", "/V1/models", "/v1%2fmodels", "/health/../v1/models", "/healthy", "/"],
+    [
+        *("/nowhere", "//v1/models", "/v1/models/", "/V1/models", "/v1%2fmodels", "/health/../v1/models", "/healthy"),
+        *("//", "/index.html", "/console", "/console/", "/console/timeline", "/console/chat.js/../timeline"),
+    ],
 )
 async def test_a_path_that_only_looks_like_an_open_one_is_closed(url: str, path: str) -> None:
     port = int(url.rsplit(":", 1)[1])
@@ -103,14 +107,33 @@ async def test_each_of_the_keys_opens_and_nothing_else_does(url: str, backend: F
         assert len(backend.calls) == calls
 
 
-async def test_a_strangers_body_is_not_waited_for(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("asked", "status"), [(b"POST /v1/completions", b"401"), (b"GET /", b"200"), (b"GET /health", b"200")]
+)
+async def test_a_strangers_body_is_not_waited_for(
+    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, asked: bytes, status: bytes
+) -> None:
     monkeypatch.setattr(connections, "LINGER_SECONDS", 0.05)
     async with served(backend) as url:
         reader, writer = await open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 4000000\r\n\r\n{")
+        writer.write(asked + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 4000000\r\n\r\n{")
         answer = await reader.read()  # to the end: the server closes
-        assert answer.startswith(b"HTTP/1.1 401 ")
+        assert answer.startswith(b"HTTP/1.1 " + status)
         writer.close()
+
+
+async def test_the_console_is_for_strangers_and_what_it_shows_is_not(url: str, backend: FakeBackend) -> None:
+    async with aiohttp.ClientSession() as session:
+        for path in FILES:
+            texts = []
+            for headers in ({}, bearer(KEYS[0]), bearer("not-a-key")):
+                async with session.get(url + path, headers=headers) as response:
+                    assert (response.status, response.headers["Cache-Control"]) == (200, "no-cache")
+                    texts.append(await response.text())
+            assert texts == texts[:1] * 3
+            assert backend.info.model not in texts[0]
+        async with session.get(url + "/console/timeline", headers=bearer(KEYS[1])) as response:
+            assert response.status == 200
 
 
 async def test_a_client_without_a_key_may_send_its_body_to_the_end_before_it_reads_the_answer(

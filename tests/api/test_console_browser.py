@@ -14,11 +14,13 @@ from typing import Any, Unpack
 import msgspec
 import pytest
 import pytest_asyncio
-from api_server import eventually, serving
+from api_server import Server, eventually, serving
 from fake_backend import ANSWER, FakeBackend
 from support.chromium import Page, browser, find_chromium
 
+from asyncengine.api_keys import digest_of
 from asyncengine.chat_prompt import ChatPrompt
+from asyncengine.config import ApiKey
 from asyncengine.delta import Delta
 from asyncengine.errors import EngineError, InvalidRequestError
 from asyncengine.request_terms import TenantTerms
@@ -30,6 +32,8 @@ pytestmark = [
     pytest.mark.skipif(EXECUTABLE is None, reason="no chromium here (Debian, Ubuntu: apt install chromium)"),
     pytest.mark.asyncio(loop_scope="module"),
 ]
+KEYS = ("first-key~!#$%", "second-key")
+API_KEYS = [ApiKey(digest=digest_of(key), tenant=tenant) for key, tenant in zip(KEYS, "ab", strict=True)]
 HOSTILE = '<img src="/nowhere" onerror="window.hacked = 1"><script>window.hacked = 2</script>&lt;b&gt; ${1}'
 
 
@@ -113,6 +117,28 @@ async def answered(page: Page) -> None:
     await page.until(
         "document.getElementById('send').textContent === 'Send' && document.querySelectorAll('.assistant').length > 0"
     )
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def guarded(tab: Page, backend: GatedBackend) -> AsyncIterator[tuple[Page, Server, list[ApiKey]]]:
+    """The console of a server with the first of the keys, which nobody has told the page, and the keys that the server
+    has. All that the browser complains of are refusals."""
+    tab.complaints.clear()
+    await tab.resize(1280, 800)
+    keys = API_KEYS[:1]
+    async with serving(backend, api_keys=keys) as server:
+        await tab.open(server.url)
+        await tab.until("!gate.hidden")
+        yield tab, server, keys
+        await tab.js("sessionStorage.clear()")
+        await tab.open("about:blank")
+    assert [text for text in tab.complaints if "status of 401" not in text] == []
+
+
+async def enter(page: Page, text: str) -> None:
+    await page.until("document.activeElement.id === 'key'")
+    await page.type(text)
+    await page.press("Enter")
 
 
 async def test_the_page_fits_every_screen_and_shows_the_engine(page: Page) -> None:
@@ -309,3 +335,56 @@ async def test_lanes_show_what_the_processes_just_did(
     assert await page.js("[pause.textContent, tip.hidden]") == ["Resume", False]
     await page.press(" ")
     assert await page.js("[pause.textContent, tip.hidden]") == ["Pause", True]
+
+
+async def test_the_page_asks_for_a_key_until_the_server_knows_it_and_shows_it_in_every_request(
+    guarded: tuple[Page, Server, list[ApiKey]], backend: GatedBackend
+) -> None:
+    page, server, _ = guarded
+    assert await page.js("[document.getElementById('key').type, rooms.inert, state.dataset.state]") == [
+        "password",
+        True,
+        "starting",
+    ]
+    await page.js("performance.clearResourceTimings()")
+    await enter(page, "no-such-key")
+    await page.until("document.getElementById('key-refused').textContent !== ''")
+    assert await text_of(page, "#key-refused") == "The server does not know this key."
+    for width, height in ((375, 667), (1280, 800)):
+        await page.resize(width, height)
+        assert await page.js("document.documentElement.scrollWidth") <= width
+        assert await page.js("document.getElementById('key-form').getBoundingClientRect().right") <= width
+    await enter(page, f" {KEYS[0]} ")
+    await page.until("state.dataset.state === 'ready' && gate.hidden && !rooms.inert")
+    await say(page, "hello")
+    await answered(page)
+    assert await text_of(page, ".assistant .text") == ANSWER
+    assert backend.terms[-1].tenant == "a"
+    urls = [server.url, *await page.js("performance.getEntriesByType('resource').map(({ name }) => name)")]
+    kept = await page.js("[location.href, document.cookie, JSON.stringify(localStorage), document.body.innerHTML]")
+    assert not [text for text in (*urls, *kept) if "key~" in text or "such-key" in text]
+    assert await page.js("[document.getElementById('key').value, Object.values(sessionStorage)]") == ["", [KEYS[0]]]
+    await page.open(server.url)  # again, in this tab
+    await page.until("state.dataset.state === 'ready'")
+    assert await page.js("gate.hidden") is True
+
+
+async def test_a_key_that_is_known_no_more_is_asked_for_again_and_the_conversation_goes_on(
+    guarded: tuple[Page, Server, list[ApiKey]], backend: GatedBackend
+) -> None:
+    page, _, keys = guarded
+    await enter(page, KEYS[0])
+    await page.until("state.dataset.state === 'ready'")
+    await say(page, "one")
+    await answered(page)
+    keys[:] = API_KEYS[1:]
+    await page.js("document.querySelector('.example').click()")
+    await page.until("!gate.hidden")
+    await enter(page, KEYS[1])
+    await page.until("document.querySelectorAll('.assistant').length === 2")
+    await answered(page)
+    assert await text_of(page, ".assistant .text") == ANSWER
+    assert await page.js("document.querySelector('.error')") is None
+    example = await text_of(page, ".example:first-child")
+    assert backend.messages() == [("user", "one"), ("assistant", ANSWER), ("user", example)]
+    assert [terms.tenant for terms in backend.terms] == ["a", "b"]

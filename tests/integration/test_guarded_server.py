@@ -170,6 +170,9 @@ async def it_is_ready_when_a_request_succeeds_and_not_before(server: Guarded) ->
     assert set(seen) <= {0, 503}
     assert (await server.complete(key=ENVIRONMENT_KEY))[0] == 200
     assert (await server.complete(key=WRONG_KEY))[0] == 401
+    for path, status in (("/", 200), ("/console/key.js", 200), ("/console/timeline", 401), ("/metrics", 401)):
+        async with server.http.get(path, headers={"Authorization": f"Bearer {WRONG_KEY}"}) as response:
+            assert response.status == status
 
 
 def it_listens_on_its_port_only(server: Guarded) -> None:

@@ -19,7 +19,8 @@ from asyncengine.api.app import bound_port, run_app
 
 pytest.importorskip("langchain_openai", reason="LangChain's OpenAI client is not installed")
 pytest.importorskip("pydantic_ai", reason="Pydantic AI is not installed")
-from langchain_core.messages import AIMessage, AIMessageChunk, ToolMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
+from langchain_core.messages.content import create_text_block
 from langchain_openai import ChatOpenAI
 from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.models.openai import OpenAIChatModel
@@ -146,6 +147,12 @@ async def test_langchain_chats_streams_and_gets_log_probabilities(chat: ChatOpen
     assert whole.usage_metadata is not None
     assert whole.usage_metadata["output_tokens"] == 8
     assert "".join(entry["token"] for entry in whole.response_metadata["logprobs"]["content"]) == ANSWER
+
+
+async def test_langchains_content_blocks_are_text_with_an_id(chat: ChatOpenAI) -> None:
+    message = HumanMessage(content_blocks=[create_text_block(QUESTION)])
+    assert "id" in message.content[0]
+    assert (await chat.ainvoke([message])).content == ANSWER
 
 
 async def test_langchain_calls_tools_whole_and_streamed_and_hands_back_results(chat: ChatOpenAI) -> None:

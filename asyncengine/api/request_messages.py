@@ -1,0 +1,143 @@
+"""The turns of a conversation as clients send them, and as the model's chat template gets them.
+
+An answer's message may come back as a client holds it: with what is null or empty in every answer of this server, with
+`index` as its chunks had it, and with what the client itself has made of it (`parsed`, `parsed_arguments`), which says
+nothing that is not in the text. Any other field is refused, for nobody would act on it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from asyncengine.api.json_body import UNKNOWN_FIELD, decode_body, value_at
+from asyncengine.errors import InvalidRequestError
+
+MAX_MESSAGES = 4096
+MAX_TOOL_CALLS = 128
+MAX_ARGUMENTS_DEPTH = 32
+_FIELD_OF_A_PART = re.compile(r"(messages\[\d+\]\.content\[\d+\])\..*", re.DOTALL)
+
+Name = Annotated[str, Meta(max_length=512)]
+T = TypeVar("T")
+
+
+class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One part of a message's content; only parts of type "text" are understood. id: the client's own."""
+
+    type: Annotated[str, Meta(max_length=64, extra_json_schema={"const": "text"})]
+    text: str | None = None
+    id: Name | None = None
+    cache_control: None = None
+
+
+class CalledFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """arguments: an object, or the JSON text of one; text that is none is the template's as it is."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+    parsed_arguments: msgspec.Raw | UnsetType = UNSET
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A call that the model has made before."""
+
+    id: Name | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+    index: msgspec.Raw | UnsetType = UNSET
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[ContentPart], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    name: Name | None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOL_CALLS)] | None = None
+    tool_call_id: Name | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
+    parsed: msgspec.Raw | UnsetType = UNSET
+    cache_control: None = None
+
+
+Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+def decode_with_messages(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    """As `decode_body`; what is wrong with a part that is no text is that, not the fields it has."""
+    try:
+        return decode_body(body, decoder)
+    except InvalidRequestError as error:
+        part = _FIELD_OF_A_PART.fullmatch(error.param or "")
+        kind = value_at(body, f"{part[1]}.type") if part and error.code == UNKNOWN_FIELD else "text"
+        if part and isinstance(kind, str) and kind != "text":
+            raise _unsupported(part[1], kind) from None
+        raise
+
+
+def template_message(message: Message, where: str) -> dict[str, object]:
+    """Raises `InvalidRequestError`. where: the message's place in the request."""
+    # "developer" is the newer name of the system role; templates of open models know only the older one
+    role = "system" if message.role == "developer" else message.role
+    turn: dict[str, object] = {"role": role, "content": _text(message, where)}
+    if message.name is not None:
+        turn["name"] = message.name
+    if message.reasoning_content is not None:
+        turn["reasoning_content"] = message.reasoning_content
+    if message.tool_calls is not None:
+        turn["tool_calls"] = [
+            _template_call(call, f"{where}.tool_calls[{place}]") for place, call in enumerate(message.tool_calls)
+        ]
+    if message.tool_call_id is not None:
+        turn["tool_call_id"] = message.tool_call_id
+    return turn
+
+
+def _template_call(call: ToolCall, where: str) -> dict[str, object]:
+    arguments = {} if call.function.arguments is None else call.function.arguments
+    _check_depth(arguments, MAX_ARGUMENTS_DEPTH, f"{where}.function.arguments")
+    turned: dict[str, object] = {} if call.id is None else {"id": call.id}
+    return {**turned, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def _text(message: Message, where: str) -> str:
+    content = message.content
+    if isinstance(content, str):
+        return content
+    if content is None and message.role == "assistant" and message.tool_calls:
+        return ""
+    if not content:
+        raise InvalidRequestError(
+            f"{where}.content must be a text or a list of at least one text part", param=f"{where}.content"
+        )
+    texts = []
+    for position, part in enumerate(content):
+        at = f"{where}.content[{position}]"
+        if part.type != "text":
+            raise _unsupported(at, part.type)
+        if part.text is None:
+            raise InvalidRequestError(f"{at}.text is required", code="missing_required_parameter", param=f"{at}.text")
+        texts.append(part.text)
+    return "\n".join(texts)
+
+
+def _unsupported(part: str, kind: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{part}: only text parts are supported, got {kind[:64]!r}", code="unsupported_content", param=part
+    )
+
+
+def _check_depth(value: Any, levels: int, where: str) -> None:
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if children and levels == 0:
+        raise InvalidRequestError(f"{where} is nested deeper than {MAX_ARGUMENTS_DEPTH} levels", param=where)
+    for child in children:
+        _check_depth(child, levels - 1, where)
