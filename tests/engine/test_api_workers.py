@@ -498,3 +498,25 @@ async def test_workers_ask_each_other_for_requests_they_do_not_have(short_path: 
     pipes.close()
     for file in short_path.iterdir():
         file.unlink()
+
+
+async def test_a_lost_worker_has_no_request_to_cancel_and_its_successor_is_asked_from_then_on(short_path: Path) -> None:
+    pipes = Pipes(short_path)
+    fronts = [FrontEnd(EngineConfig(), worker=0, workers=2), FrontEnd(EngineConfig(), worker=1, workers=2, life=3)]
+    pipes.receiver("tokenizer.0", ToTokenizer)
+    fronts[0]._open(pipes, short_path)
+    fronts[0]._serve(INFO, tokenizer_workers=1)
+    asking = asyncio.create_task(fronts[0].cancel("x"))
+    await asyncio.sleep(0)
+    fronts[0]._relink("api_worker", 1, 3)
+    assert not await asking
+    fronts[1]._open(pipes, short_path)
+    fronts[1]._serve(INFO, tokenizer_workers=1)
+    subscription = fronts[1].subscribe([1, 2], SamplingParams(), listener=lambda: None, request_id="x")
+    assert await fronts[0].cancel("x")
+    subscription.close()
+    for front in fronts:
+        front._shut("over")
+    pipes.close()
+    for file in short_path.iterdir():
+        file.unlink()
