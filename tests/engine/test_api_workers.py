@@ -16,6 +16,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from chaos.processes import clients_of
 from front_end_ring import INFO
 from support.command_line import Command, all_gone, running
 
@@ -50,22 +51,6 @@ def module_of(pid: int) -> str:
 
 def workers_of(children: dict[int, str]) -> list[int]:
     return [pid for pid, module in children.items() if module == "asyncengine.api.worker"]
-
-
-def clients_of(pid: int, port: int) -> set[int]:
-    """The clients' ends of the connections to `port` that process `pid` has accepted."""
-    inodes = set()
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            inodes.add(os.readlink(fd))
-        except FileNotFoundError:
-            continue
-    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return {
-        int(line[2].split(":")[1], 16)
-        for line in lines
-        if int(line[1].split(":")[1], 16) == port and line[3] == "01" and f"socket:[{line[9]}]" in inodes
-    }
 
 
 async def until(condition: Callable[[], bool]) -> None:
