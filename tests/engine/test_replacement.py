@@ -282,6 +282,20 @@ async def test_a_sidecar_that_stays_silent_is_killed_and_replaced(caplog: pytest
     assert "detokenizer_proc gave no sign of life for 1 s and was killed; it is being replaced" in caplog.messages
 
 
+async def test_an_api_worker_that_stays_silent_is_killed_and_replaced_too(
+    orders: Orders, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig(hang_timeout_seconds=1, max_crashes=99)
+    group = WorkerGroup(config, bind("127.0.0.1", 0), workers=1, modules=MODULES)
+    try:
+        await group.start()
+        os.kill(group._supervisor.pids()["api_worker"], signal.SIGSTOP)
+        await until(lambda: "api_worker.0" in group._supervisor.lives())
+    finally:
+        await group.close()
+    assert "api_worker gave no sign of life for 1 s and was killed; it is being replaced" in caplog.messages
+
+
 async def test_an_engine_in_which_nothing_moves_says_what_it_knows_once(
     orders: Orders,
     monkeypatch: pytest.MonkeyPatch,
