@@ -261,9 +261,12 @@ async def test_the_status_of_api_workers_tells_of_successors_their_own_among_the
         await until(lambda: statuses()[-1] == ["ready", "", {"tokenizer_proc.0": 1}])
         os.kill(group._supervisor.pids()["api_worker"], signal.SIGKILL)
         lives, waited_for = {"tokenizer_proc.0": 1, "api_worker.0": 1}, list[str]()
-        await until(
-            lambda: waited_for.extend(group._supervisor.recovering()) or statuses()[-1:] == [["ready", "", lives]]
-        )
+
+        def is_replaced() -> bool:
+            waited_for.extend(group._supervisor.recovering())
+            return statuses()[-1:] == [["ready", "", lives]]
+
+        await until(is_replaced)
         assert waited_for == [], "other workers serve meanwhile"
         assert group._supervisor.engine_gauges()["api_worker_restarts"] == 1
     finally:
