@@ -16,11 +16,11 @@ from asyncengine.wire.accounting import RingWriter, TurnRecord
 class Accounts:
     """What its requests amounted to, how long collecting garbage stopped it, and its latest turns; until `close`."""
 
-    def __init__(self, run_dir: Path, worker: int, config: EngineConfig) -> None:
-        """Raises `StartupError`."""
+    def __init__(self, run_dir: Path, worker: int, config: EngineConfig, *, metrics_fd: int | None = None) -> None:
+        """metrics_fd: as in `SidecarConfig`. Raises `StartupError`."""
         self.run_dir = run_dir
         try:
-            self.metrics = RequestMetrics(run_dir, worker, targets_of(config))
+            self.metrics = RequestMetrics(run_dir, worker, targets_of(config), fd=metrics_fd)
             self._ring = RingWriter(run_dir, "engine", worker, TurnRecord)
         except OSError as error:
             raise StartupError(f"cannot get memory for the engine's accounts: {error}") from error

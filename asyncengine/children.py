@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from asyncengine.child import Child, start_child
 from asyncengine.config import ApiKey, EngineConfig, Role, SidecarConfig, worker_key
+from asyncengine.errors import StartupError
+from asyncengine.metrics import make_block
 
 
 class ApiWorkers(NamedTuple):
@@ -29,6 +32,7 @@ class Children:
         self._api_workers = api_workers
         self._modules: dict[Role, str] = {"api_worker": "asyncengine.api.worker", **modules}
         self._children: dict[tuple[str, int], Child] = {}
+        self._metrics_fds: dict[int, int] = {}  # by API worker
         self.get = self._children.get
 
     def __iter__(self) -> Iterator[Child]:
@@ -47,16 +51,19 @@ class Children:
             "api_worker": self._api_workers.number,
         }
 
-    def start(self, role: Role, index: int) -> Child:
+    def start(self, role: Role, index: int, run_dir: Path) -> Child:
         """Start the next one in this place. Raises `StartupError`."""
         before = self._children.get((role, index))
+        inherit: tuple[int, ...] = ()
+        if role == "api_worker":
+            inherit = (*self._api_workers.listen_fds, self._metrics_fd(index, run_dir))
         child = start_child(
             self._config,
             role,
             index,
             self.counts()[role],
             module=self._modules.get(role, role),
-            inherit=self._api_workers.listen_fds if role == "api_worker" else (),
+            inherit=inherit,
             life=before.life + 1 if before else 0,
         )
         if before is not None:
@@ -75,6 +82,7 @@ class Children:
             model_path=str(model_path),
             run_dir=str(run_dir),
             listen_fds=self._api_workers.listen_fds if serves else (),
+            metrics_fd=self._metrics_fds[child.index] if serves else None,
             api_workers=self._api_workers.number,
             console=self._api_workers.console,
             life=child.life,
@@ -92,3 +100,18 @@ class Children:
     def lives(self) -> dict[str, int]:
         """Of every sidecar that took a lost one's place and is ready, by `worker_key`."""
         return {worker_key(child.role, child.index): child.life for child in self if child.life and child.ready}
+
+    def close(self) -> None:
+        """Give up what outlives each of them."""
+        for fd in self._metrics_fds.values():
+            os.close(fd)
+        self._metrics_fds.clear()
+
+    def _metrics_fd(self, worker: int, run_dir: Path) -> int:
+        """The block in which this API worker counts, and whoever takes its place."""
+        if worker not in self._metrics_fds:
+            try:
+                self._metrics_fds[worker] = make_block(run_dir, worker)
+            except OSError as error:
+                raise StartupError(f"cannot get memory for the engine's accounts: {error}") from error
+        return self._metrics_fds[worker]

@@ -20,7 +20,7 @@ ToolCallParserName = Literal["auto", "hermes", "llama3", "none"]
 ReasoningParserName = Literal["auto", "think", "none"]
 Role = Literal["tokenizer_proc", "gpu_runner", "detokenizer_proc", "api_worker"]
 SIDECARS: tuple[Role, ...] = ("gpu_runner", "tokenizer_proc", "detokenizer_proc")
-"""The roles whose processes are replaced when they are lost."""
+"""The roles without which no request goes on: while one of their places is empty, all wait."""
 
 PAGE_SIZE = 16
 """Tokens in one KV-cache page."""
@@ -36,7 +36,7 @@ DEFAULT_QUEUE_TIMEOUT_SECONDS = 600.0
 DEFAULT_REQUEST_TIMEOUT_SECONDS = 7200.0
 GrammarJob = Literal["check", "match"]
 API_WORKER_SHIFT = 56
-"""A rid's top 8 bits name the API worker that minted it; the low 56 bits count."""
+"""A rid's top 8 bits name the API worker that minted it; the rest as in `wire.engine_pipes`."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,7 +179,8 @@ class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     model_path: the model folder or .gguf file on this machine, already resolved. run_dir: the 0700 directory that
     holds the engine's ipc sockets. index: which of the role's workers this is. listen_fds: of an API worker, the
-    inherited sockets on which it serves. api_workers: how many such workers there are. console: whether they serve it.
+    inherited sockets on which it serves. metrics_fd: inherited memory in which it counts (`asyncengine.metrics`), with
+    what those before it have counted. api_workers: how many such workers there are. console: whether they serve it.
     api_keys: of an API worker, those that its callers must show one of.
     life: how many were in its place before it and were lost. lives: the same of every other process that has been
     replaced, by `worker_key`.
@@ -191,6 +192,7 @@ class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_path: str
     run_dir: str
     listen_fds: tuple[int, ...] = ()
+    metrics_fd: int | None = None
     api_workers: int = 0
     console: bool = True
     api_keys: tuple[ApiKey, ...] = ()

@@ -73,8 +73,8 @@ OPTIONS: Mapping[str, Option] = {
     "tokenizer_workers": Option("processes that tokenize prompts, from 1 to 64", "N"),
     "detokenizer_workers": Option("processes that make text of tokens, from 1 to 64", "N"),
     "max_crashes": Option(
-        "so many lost processes within --crash-window-seconds end the engine; fewer are replaced, and their requests "
-        "go on",
+        "so many lost processes within --crash-window-seconds end the engine; fewer are replaced, and all requests "
+        "go on but those on the connections of a lost API worker",
         "N",
     ),
     "crash_window_seconds": Option("the time in which lost processes are counted", "SECONDS"),

@@ -19,7 +19,7 @@ import msgspec
 
 from asyncengine.accounts import Accounts
 from asyncengine.chat_prompt import ChatPrompt
-from asyncengine.config import API_WORKER_SHIFT, EngineConfig, Role
+from asyncengine.config import EngineConfig, Role
 from asyncengine.delta import Delta
 from asyncengine.delta_feed import DeltaFeed
 from asyncengine.engine_info import DRAINING, EngineInfo, HealthState
@@ -42,6 +42,7 @@ from asyncengine.sampling import SamplingParams
 from asyncengine.streams import RequestStream
 from asyncengine.tokenizer_links import TokenizerLinks
 from asyncengine.wire.answers import Cancel, Cancelled, Deltas, Detokenized, Encoded, Failed, ToEngine, Tokenized
+from asyncengine.wire.engine_pipes import ApiProcess
 from asyncengine.wire.pipes import Pipes, Receiver
 from asyncengine.wire.requests import Detokenize
 
@@ -58,7 +59,7 @@ REFUSALS = {kind.status: kind for kind in (InvalidRequestError, OverloadedError,
 
 
 class FrontEnd:
-    """The requests of API worker `worker`, whose number is in the top bits of every rid it mints.
+    """The requests of one API worker's process, which every rid names that it mints.
 
     The owner calls `_open`, `_serve` once the engine is ready, and `_shut`. Belongs to the event loop in which it was
     opened.
@@ -75,10 +76,10 @@ class FrontEnd:
     _others: OtherWorkers
     """And these four once the engine is ready."""
 
-    def __init__(self, config: EngineConfig, *, worker: int, workers: int = 1) -> None:
-        """workers: how many there are."""
+    def __init__(self, config: EngineConfig, *, worker: int, workers: int = 1, life: int = 0) -> None:
+        """workers: how many there are. life: how many were lost in this one's place. Raises `StartupError`."""
         self._config = config
-        self._worker = worker
+        self._process = ApiProcess(worker, life)
         self._workers = workers
         self._state: HealthState = "starting"
         self._detail = "the engine is starting"
@@ -89,7 +90,7 @@ class FrontEnd:
         self._requests = OpenRequests()
         self._questions = Questions()
         self._retry: asyncio.TimerHandle | None = None
-        self._next_rid = worker << API_WORKER_SHIFT
+        self._next_rid = self._process.first_rid
         self._draining = False
 
     @property
@@ -149,7 +150,11 @@ class FrontEnd:
             return True
         answers = self._others.cancel(tenant, request_id)
         self._push_on()
-        return any(await asyncio.gather(*answers))
+        found = await asyncio.gather(*answers, return_exceptions=True)
+        silent = [error for error in found if isinstance(error, BaseException)]
+        if silent and True not in found:
+            raise silent[0]
+        return True in found
 
     async def release_session(self, session: str, *, tenant: str = "") -> None:
         """Keep the prefix of the tenant's session no longer; whether there is such a session makes no difference. A
@@ -186,12 +191,12 @@ class FrontEnd:
             raise EngineDeadError(self._detail)
         return read_totals(self._accounts.run_dir)
 
-    def _open(self, pipes: Pipes, run_dir: Path) -> None:
-        """Bind the worker's pipe and read it from now on. Raises `StartupError`."""
-        self._accounts = Accounts(run_dir, self._worker, self._config)
+    def _open(self, pipes: Pipes, run_dir: Path, *, metrics_fd: int | None = None) -> None:
+        """Bind the worker's pipe and read it from now on. metrics_fd: as in `SidecarConfig`. Raises `StartupError`."""
+        self._accounts = Accounts(run_dir, self._process.worker, self._config, metrics_fd=metrics_fd)
         self._feed = DeltaFeed(self._requests, self._accounts.metrics)
         self._pipes = pipes
-        self._receiver = pipes.receiver(f"engine.{self._worker}", ToEngine, high_water_mark=UNREAD_MESSAGES)
+        self._receiver = pipes.receiver(self._process.pipe, ToEngine, high_water_mark=UNREAD_MESSAGES)
         self._fd = self._receiver.fd
         asyncio.get_running_loop().add_reader(self._fd, self._read)
 
@@ -205,17 +210,22 @@ class FrontEnd:
         self._recovery = Recovery(links=self._links, requests=self._requests, mint=self._mint)
         self._others = OtherWorkers(
             self._pipes,
-            worker=self._worker,
+            worker=self._process.worker,
             workers=self._workers,
             questions=self._questions,
             mint=partial(self._mint, 1),
         )
+        for (role, index), life in self._lives.items():
+            if role == "api_worker":
+                self._others.relink(index, life)
         self._state, self._detail = "ready", ""
 
     def _relink(self, role: Role, index: int, life: int) -> None:
         """Process `index` of `role` was lost, and number `life` is ready in its place: what was lost with it is sent
         out again. Idempotent."""
         if self._state == "ready":
+            if role == "api_worker":
+                self._others.relink(index, life)
             self._recovery.relink(role, index, life)
             self._push_on()
         else:
@@ -368,7 +378,7 @@ class FrontEnd:
         self._retry = None
         if self._state != "ready":
             return
-        flushed = [self._links.flush(), *(sender.flush() for sender in self._others.senders)]
+        flushed = [self._links.flush(), self._others.flush()]
         if not all(flushed):
             self._retry = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._flush)
 

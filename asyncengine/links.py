@@ -18,8 +18,8 @@ Lives = dict[tuple[Role, int], int]
 class Links:
     """The pipes to the tokenizers and to gpu_runner's control.
 
-    Every tokenizer pipe carries the news of which gpu_runner and detokenizers were replaced, ahead of all that is sent
-    for the new ones:
+    Every tokenizer pipe carries the news of which gpu_runner, detokenizers and API workers were replaced, ahead of all
+    that is sent for the new ones, or by them:
 
         detokenizer 1 lost    tokenizer.0   | ... | Relink(detokenizer, 1, 1) | sent again | ...
         tokenizer 0 lost      tokenizer.0   | ... | x
@@ -51,8 +51,8 @@ class Links:
             self._pipes.drop(self._control)
             self._control = self._sender("runner.control", role, 0)
             for link in self.tokenizers:
-                self._tell_lives(link)  # the detokenizers' too: it may have been started with older ones
-        elif role == "detokenizer_proc":
+                self._tell_lives(link)  # those of others too: it may have been started with older ones
+        elif role in ("detokenizer_proc", "api_worker"):
             for link in self.tokenizers:
                 link.sender.send(Relink(role, index, life))
         return True
@@ -79,7 +79,7 @@ class Links:
         return all(flushed)
 
     def _tell_lives(self, link: TokenizerLink) -> None:
-        for role in ("gpu_runner", "detokenizer_proc"):
+        for role in ("gpu_runner", "detokenizer_proc", "api_worker"):
             for (replaced, index), life in sorted(self._lives.items()):
                 if replaced == role:
                     link.sender.send(Relink(replaced, index, life))

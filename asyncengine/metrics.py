@@ -2,8 +2,10 @@
 
 Each process that takes requests writes one block of numbers, `engine.{w}.metrics` in the run directory, and whichever
 of them is asked adds up the blocks of all: the numbers of a server with several API processes are those of the engine,
-whoever answers. A counter is one number; a histogram is one for each bucket, one for what is above the last, and the
-sum. All are doubles that only ever grow, so that adding them up while they are written is at most a moment behind.
+whoever answers. Where they have a parent it holds their blocks, so that what a lost one has counted stays counted, and
+its successor goes on in the same block. A counter is one number; a histogram is one for each bucket, one for what is
+above the last, and the sum. All are doubles that only ever grow, so that adding them up while they are written is at
+most a moment behind.
 
 Behind them there is a table of tenants (see `asyncengine.tenant_table`).
 
@@ -95,28 +97,37 @@ class Totals(msgspec.Struct, frozen=True):
     tenants: dict[str, TenantTokens] = {}
 
 
+def make_block(run_dir: Path, worker: int) -> int:
+    """The descriptor of a block of zeros for API process `worker`. Raises OSError where there is no memory for it."""
+    path = run_dir / f"engine.{worker}{SUFFIX}"
+    on_linux = sys.platform == "linux"
+    # as the rings of accounts: pages of a file on a disk would make their writer wait for the disk now and then
+    fd = os.memfd_create(path.name) if on_linux else os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    os.ftruncate(fd, SIZE)
+    if on_linux:
+        path.symlink_to(f"/proc/{os.getpid()}/fd/{fd}")
+    return fd
+
+
 class RequestMetrics:
     """The block of API process `worker`. Raises OSError where there is no memory for it.
 
-    Every choice is counted once when its first token is here and once when it ends, in whatever way.
+    Every choice is counted once when its first token is here and once when it ends, in whatever way, but not if it
+    ends with its process.
     """
 
-    def __init__(self, run_dir: Path, worker: int, targets: Mapping[ServiceClass, Target]) -> None:
-        """targets: what requests of each class should keep to."""
+    def __init__(
+        self, run_dir: Path, worker: int, targets: Mapping[ServiceClass, Target], *, fd: int | None = None
+    ) -> None:
+        """targets: what requests of each class should keep to. fd: of a block that there is; it is closed with this."""
         self._targets = targets
-        path = run_dir / f"engine.{worker}{SUFFIX}"
-        on_linux = sys.platform == "linux"
-        # as the rings of accounts: pages of a file on a disk would make their writer wait for the disk now and then
-        self._fd = os.memfd_create(path.name) if on_linux else os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        os.ftruncate(self._fd, SIZE)
+        self._fd = make_block(run_dir, worker) if fd is None else fd
         self._memory = mmap.mmap(self._fd, SIZE)
         self._cells = memoryview(self._memory)[:_SIZE_OF_CELLS].cast("d")
         self._tenants = TenantTable(memoryview(self._memory)[_SIZE_OF_CELLS:])
-        if on_linux:
-            path.symlink_to(f"/proc/{os.getpid()}/fd/{self._fd}")
 
     def close(self) -> None:
-        """Give the memory up. A block that is not closed goes with its process."""
+        """Give the memory up. A block goes with the last process that has it open."""
         self._cells.release()
         self._tenants.close()
         self._memory.close()

@@ -1,8 +1,8 @@
 """Starts, watches, replaces and stops the sidecar processes.
 
     starting   spawn all -> hand each its configuration -> Progress... -> Ready from every one
-    serving    Heartbeats; a sidecar's end -> reaped -> another one, next life -> Ready -> on_relink(role, index, life)
-               too many of them, an API worker's end, or one that refuses to start -> on_failure(sentence), once
+    serving    Heartbeats; a process's end -> reaped -> another one, next life -> Ready -> on_relink(role, index, life)
+               too many of them, or one that refuses to start -> on_failure(sentence), once
     closing    API workers end by themselves, having been told; SIGTERM to all, up to STOP_SECONDS, SIGKILL; sockets
                closed; run directory removed
 
@@ -69,7 +69,7 @@ class Supervisor:
         self._on_relink = on_relink
         self._progress = progress
         self._children = Children(config, modules=modules or {}, api_workers=api_workers)
-        self._restarts: dict[Role, int] = dict.fromkeys(SIDECARS, 0)
+        self._restarts = {role: 0 for role, number in self._children.counts().items() if number}
         self._losses = Losses(most=config.max_crashes, window_seconds=config.crash_window_seconds)
         self._watchdog = Watchdog(hang_timeout_seconds=config.hang_timeout_seconds)
         self._cache_pressure = CachePressure()
@@ -159,8 +159,9 @@ class Supervisor:
         return Health(state="ready")
 
     def recovering(self) -> list[str]:
-        """The sidecars that were lost and whose successors are not ready yet, and since when."""
-        return self._losses.open(time.monotonic())
+        """The sidecars that were lost and whose successors are not ready yet, and since when. Nobody waits for an API
+        worker: the others serve what it would have."""
+        return [lost for lost in self._losses.open(time.monotonic()) if lost.startswith(SIDECARS)]
 
     def stalled(self) -> list[str]:
         """Names of the ready processes that have not been heard of for too long."""
@@ -190,7 +191,7 @@ class Supervisor:
             raise StartupError("the engine was closed while it started")
 
     def _spawn(self, role: Role, index: int) -> None:
-        child = self._children.start(role, index)
+        child = self._children.start(role, index, self.run_dir)
         watcher = asyncio.create_task(self._watch(child))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
@@ -248,7 +249,7 @@ class Supervisor:
                 child.last_words = message.message
                 if not self._launched:
                     self._fail(message.message)
-                elif child.role in SIDECARS:
+                else:
                     self._losses.begin(child.name, time.monotonic())
 
     def _enter_phase(self, child: Child, phase: str) -> None:
@@ -268,9 +269,6 @@ class Supervisor:
             self._fail(reason)
             return
         reason = reason if child.name in reason else f"{child.name} died: {reason}"
-        if child.role not in SIDECARS:
-            self._fail(reason)
-            return
         if child.last_words is not None and child.ready is None:
             self._fail(f"{child.name} was lost and cannot be replaced: {child.last_words}")
             return
@@ -306,7 +304,9 @@ class Supervisor:
         if self._looking is not None:
             self._looking.cancel()
         if self._launched:
-            workers = asyncio.gather(*(child.exited.wait() for child in children if child.role == "api_worker"))
+            workers = asyncio.gather(
+                *(child.exited.wait() for child in children if child.role == "api_worker" and child.ready)
+            )
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(workers, STOP_SECONDS)
         await stop_children(children, STOP_SECONDS)
@@ -322,5 +322,6 @@ class Supervisor:
             self._receiver = None
         if self._pipes is not None:
             self._pipes.close()
+        self._children.close()
         if self._run_dir is not None:
             self._run_dir.remove()

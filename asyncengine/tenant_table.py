@@ -27,12 +27,13 @@ class TenantTokens(NamedTuple):
 
 
 class TenantTable:
-    """The one writer of a table. memory: `TABLE_BYTES` of zeros."""
+    """The one writer of a table. memory: `TABLE_BYTES` of zeros, or what another one wrote that is no more."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
         self._counts = memory.cast("d")
-        self._rows: dict[str, int] = {}
+        names = (_name(memory, row) for row in range(MAX_TENANTS - 1))
+        self._rows = {name: row for row, name in enumerate(names) if name}
 
     def count(self, tenant: str, *, prompt: int = 0, output: int = 0) -> None:
         """Where callers are not told apart, whose tenant is "", there is nothing to count."""
@@ -63,5 +64,8 @@ def read_tenants(table: memoryview) -> Iterator[tuple[str, TenantTokens]]:
         place = row * ROW_BYTES // 8 + NAME_BYTES // 8
         tokens = TenantTokens(int(counts[place]), int(counts[place + 1]))
         if any(tokens):
-            name = bytes(table[row * ROW_BYTES : row * ROW_BYTES + NAME_BYTES])
-            yield name.rstrip(b"\0").decode(), tokens
+            yield _name(table, row), tokens
+
+
+def _name(table: memoryview, row: int) -> str:
+    return bytes(table[row * ROW_BYTES : row * ROW_BYTES + NAME_BYTES]).rstrip(b"\0").decode(errors="replace")

@@ -31,7 +31,7 @@ LOOK_SECONDS = 0.5
 
 
 class Watchdog:
-    """Watches the processes of one engine. API workers, which cannot be replaced, are not killed."""
+    """Watches the processes of one engine."""
 
     def __init__(self, *, hang_timeout_seconds: float) -> None:
         self._hang_timeout_seconds = hang_timeout_seconds
@@ -60,7 +60,7 @@ class Watchdog:
                 child.heard = min(now, child.heard + late)
         for child in children:
             limit = self._hang_timeout_seconds * (CPU_STEP_FACTOR if _computes_on_cpu(child) else 1)
-            if child.ready and child.role != "api_worker" and child.hung is None and now - child.heard > limit:
+            if child.ready and child.hung is None and now - child.heard > limit:
                 child.hung = f"{child.name} gave no sign of life for {limit:g} s and was killed"
                 child.signal(signal.SIGKILL)
         return self._report(children, run_dir, now)

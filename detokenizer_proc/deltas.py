@@ -67,7 +67,7 @@ class DeltaOutbox:
 
     def __init__(self, sender: Sender, *, shard: int) -> None:
         """shard: index of this detokenizer."""
-        self._sender = sender
+        self.sender = sender
         self._shard = shard
         self._waiting: list[PendingDelta] = []
 
@@ -84,10 +84,10 @@ class DeltaOutbox:
     def send(self) -> bool:
         """Send what waits; False when the pipe filled up before all was sent."""
         while self._waiting:
-            if not self._sender.writable():
+            if not self.sender.writable():
                 return False
             message, count = _to_wire(self._waiting, self._shard)
-            if not self._sender.try_send(message):
+            if not self.sender.try_send(message):
                 return False
             sent, self._waiting = self._waiting[:count], self._waiting[count:]
             for delta in sent:

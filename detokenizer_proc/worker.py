@@ -13,14 +13,15 @@ from functools import lru_cache
 
 import msgspec
 
-from asyncengine.config import API_WORKER_SHIFT, SidecarConfig, worker_key
+from asyncengine.config import SidecarConfig, worker_key
 from asyncengine.tokenizer_file import load_tokenizer
 from asyncengine.wire.accounting import RingWriter, TurnRecord
 from asyncengine.wire.base import Finish
 from asyncengine.wire.checks import check
+from asyncengine.wire.engine_pipes import ApiProcess, minter
 from asyncengine.wire.frames import DetokenizeOptions, Open, StepFrame, ToDetokenizer
 from asyncengine.wire.pipes import Pipes, pipe_name
-from asyncengine.wire.requests import StopHit
+from asyncengine.wire.requests import Relink, StopHit
 from asyncengine.wire.sidecar import HEARTBEAT_SECONDS, Reporter
 from detokenizer_proc.deltas import DeltaOutbox
 from detokenizer_proc.logprob_columns import Entry, prompt_columns, step_logprobs
@@ -72,7 +73,7 @@ class Worker:
         self._frames = pipes.receiver(pipe_name(f"detokenizer.{index}", life), ToDetokenizer)
         self._runner_life = runner_life
         self._control = pipes.sender(pipe_name("runner.control", runner_life))
-        self._outboxes: dict[int, DeltaOutbox] = {}
+        self._outboxes: dict[ApiProcess, DeltaOutbox] = {}
         self._rows: dict[int, Row] = {}
         self._options = msgspec.msgpack.Decoder(DetokenizeOptions)
         self._automaton = lru_cache(maxsize=CACHED_AUTOMATA)(StopAutomaton)
@@ -86,6 +87,9 @@ class Worker:
         self._frames.wait(min(wait_ms, RETRY_MS) if self._behind() else wait_ms)
         begin, frames, tokens = time.monotonic_ns(), 0, 0
         for frame in self._frames.drain(FRAMES_PER_TURN):
+            if isinstance(frame, Relink):
+                self._relink_engine(frame.index, frame.life)
+                continue
             self.take(frame)
             frames += 1
             tokens += len(frame.finish)
@@ -127,7 +131,7 @@ class Worker:
         for slot, row in self._rows.items():
             assert row.slot == slot
             assert row.delta.finish == Finish.NONE
-            assert row.outbox is self._outboxes[row.delta.rid >> API_WORKER_SHIFT]
+            assert row.outbox is self._outboxes[minter(row.delta.rid)]
             assert row.delta.queued or not (row.delta.ids or row.delta.text or row.delta.logprobs)
         for outbox in self._outboxes.values():
             outbox.check_integrity()
@@ -141,6 +145,14 @@ class Worker:
         self._pipes.drop(self._control)
         self._control = self._pipes.sender(pipe_name("runner.control", runner_life))
         self._runner_life = runner_life
+
+    def _relink_engine(self, worker: int, life: int) -> None:
+        """An API worker was lost, and number `life` is in its place: the rows of those before it are nobody's, nor is
+        what they have queued."""
+        for process in [each for each in self._outboxes if each.worker == worker and each.life < life]:
+            outbox = self._outboxes.pop(process)
+            self._pipes.drop(outbox.sender)
+            self._rows = {slot: row for slot, row in self._rows.items() if row.outbox is not outbox}
 
     def _push(self, slots: Iterable[int], gens: Iterable[int], tokens: Iterable[int], finishes: bytes) -> None:
         """Take one token of each row, in order. Rows of a generation that is not open are late and ignored."""
@@ -186,7 +198,7 @@ class Worker:
         )
         include_stop = options.include_stop_str_in_output
         search = StopSearch(self._automaton(options.stop), include_stop=include_stop) if options.stop else None
-        outbox = self._outbox(opened.rid >> API_WORKER_SHIFT)
+        outbox = self._outbox(minter(opened.rid))
         row = self._rows[opened.slot] = Row(opened, options, stream=stream, search=search, outbox=outbox)
         if options.prefix:
             row.delta.text.append(options.prefix)
@@ -202,11 +214,11 @@ class Worker:
         self._push([row.slot] * len(ids), [row.gen] * len(ids), ids, bytes(len(ids)))
         row.delta.ids.clear()
 
-    def _outbox(self, api_worker: int) -> DeltaOutbox:
-        if api_worker not in self._outboxes:
-            sender = self._pipes.sender(f"engine.{api_worker}", high_water_mark=ENGINE_HIGH_WATER_MARK)
-            self._outboxes[api_worker] = DeltaOutbox(sender, shard=self._index)
-        return self._outboxes[api_worker]
+    def _outbox(self, process: ApiProcess) -> DeltaOutbox:
+        if process not in self._outboxes:
+            sender = self._pipes.sender(process.pipe, high_water_mark=ENGINE_HIGH_WATER_MARK)
+            self._outboxes[process] = DeltaOutbox(sender, shard=self._index)
+        return self._outboxes[process]
 
     def _stage_logprobs(self, frame: StepFrame) -> None:
         """Have the log-probabilities of the frame's tokens wait at their rows for the tokens' text."""

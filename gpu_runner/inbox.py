@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncengine.config import API_WORKER_SHIFT, ServiceClass
+from asyncengine.config import ServiceClass
 from asyncengine.errors import EngineError, InvalidRequestError, QueueFullError
 from asyncengine.wire.answers import Failed
-from asyncengine.wire.pipes import Pipes, Poller, Sender, pipe_name
-from asyncengine.wire.requests import Abort, Generate, ReleaseSession, StopHit, ToRunner, ToRunnerControl
+from asyncengine.wire.engine_pipes import EnginePipes
+from asyncengine.wire.pipes import Pipes, Poller, pipe_name
+from asyncengine.wire.requests import Abort, Generate, ReleaseSession, Relink, StopHit, ToRunner, ToRunnerControl
 from gpu_runner.grammar.gate import GrammarGate
 from gpu_runner.outbox import Outbox
 from gpu_runner.schedule.limits import Backlog, QueueLimits
@@ -36,8 +37,8 @@ class Inbox:
         grammar: GrammarGate | None = None,
         life: int = 0,
     ) -> None:
-        """outbox: learns which detokenizers were replaced. grammar: None where no text can have a structure, because
-        nothing would end it or no device sees masks. life: as in `SidecarConfig`."""
+        """outbox: learns which detokenizers and API workers were replaced. grammar: None where no text can have a
+        structure, because nothing would end it or no device sees masks. life: as in `SidecarConfig`."""
         self._requests = pipes.receiver(pipe_name("runner.requests", life), ToRunner)
         self._control = pipes.receiver(pipe_name("runner.control", life), ToRunnerControl)
         self._grammar = grammar
@@ -45,8 +46,7 @@ class Inbox:
             (self._requests, self._control) if grammar is None else (self._requests, self._control, grammar.receiver)
         )
         self._poller = Poller(*receivers)
-        self._pipes = pipes
-        self._engines: dict[int, Sender] = {}
+        self._engines = EnginePipes(pipes)
         self._scheduler = scheduler
         self._outbox = outbox
         self._vocab_size = vocab_size
@@ -55,7 +55,7 @@ class Inbox:
 
     def drain(self) -> None:
         """Take in all that has arrived, without waiting."""
-        self._flush()
+        self._engines.flush()
         arrived = self._poller.wait(0)  # nearly never, and this is quicker than to find each pipe empty
         if arrived:
             self._take_messages()
@@ -65,7 +65,7 @@ class Inbox:
     def wait(self, timeout_ms: int) -> bool:
         """Sleep until something arrives or the time is over, and only a moment while a refusal waits for room. True if
         `drain` has something to do."""
-        if not self._flush():
+        if not self._engines.flush():
             timeout_ms = min(timeout_ms, RETRY_MS)
         if self._grammar is None or not self._grammar.busy:
             return self._poller.wait(timeout_ms)
@@ -83,8 +83,10 @@ class Inbox:
                 self._take(message)
             elif isinstance(message, Abort):
                 self._abort(message.rid)
-            elif message.role == "detokenizer_proc":  # a tokenizer is told of nobody else that matters here
+            elif message.role == "detokenizer_proc":
                 self._outbox.relink(message.index, message.life)
+            elif message.role == "api_worker":
+                self._relink_engine(message)
         for message in self._control.drain():
             if isinstance(message, StopHit):
                 self._scheduler.stop(message.slot, message.gen)
@@ -94,6 +96,8 @@ class Inbox:
                 self._scheduler.release_session(message.tenant, message.session)
 
     def _take(self, message: Generate) -> None:
+        if self._engines.lost(message.rid):
+            return
         if any(map(self._scheduler.knows, message.rids)):
             self._repeated += 1
             return
@@ -138,6 +142,17 @@ class Inbox:
             self._grammar.abort(rid)
         self._scheduler.abort(rid)
 
+    def _relink_engine(self, relink: Relink) -> None:
+        """An API worker was lost, and its connections with it: what it asked for is nobody's."""
+        if not self._engines.relink(relink.index, relink.life):
+            return
+        self._outbox.tell(relink)
+        rids = self._scheduler.rids()
+        if self._grammar is not None:
+            rids |= self._grammar.parked_rids()
+        for rid in filter(self._engines.lost, rids):
+            self._abort(rid)
+
     def _hear_grammar(self, grammar: GrammarGate) -> None:
         grammar.poll()
         for message, aborted, error in grammar.take_settled():
@@ -155,7 +170,7 @@ class Inbox:
 
     def _refuse(self, rid: int, error: EngineError) -> None:
         failed = Failed(rid, error.status, error.message, error.code or "", error.param)
-        self._engine(rid >> API_WORKER_SHIFT).send(failed)
+        self._engines.send(rid, failed)
 
     def _add(self, message: Generate) -> None:
         prompt = np.frombuffer(message.ids, np.int32)
@@ -185,13 +200,3 @@ class Inbox:
                 f"{self._vocab_size}",
                 param=param,
             )
-
-    def _flush(self) -> bool:
-        """Push on refusals that found their pipe full; True when none is left."""
-        flushed = [engine.flush() for engine in self._engines.values()]
-        return all(flushed)
-
-    def _engine(self, worker: int) -> Sender:
-        if worker not in self._engines:
-            self._engines[worker] = self._pipes.sender(f"engine.{worker}")
-        return self._engines[worker]

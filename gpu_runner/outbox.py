@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from asyncengine.config import worker_key
 from asyncengine.wire.frames import StepFrame
 from asyncengine.wire.pipes import Pipes, Sender, pipe_name
+from asyncengine.wire.requests import Relink
 from gpu_runner.schedule.plan import StepLogprobs
 from gpu_runner.schedule.step_output import StepOutput
 
@@ -37,6 +38,11 @@ class Outbox:
             self._pipes.drop(self._senders[index])
             self._lives[index] = life
             self._senders[index] = self._connect(index)
+
+    def tell(self, relink: Relink) -> None:
+        """Pass on that an API worker was lost, behind the frames of what it asked for."""
+        for sender in self._senders:
+            sender.send(relink)
 
     def send(self, output: StepOutput) -> None:
         if not len(output):

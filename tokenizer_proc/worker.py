@@ -13,12 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncengine.config import API_WORKER_SHIFT, SidecarConfig, worker_key
+from asyncengine.config import SidecarConfig, worker_key
 from asyncengine.errors import InvalidRequestError, StartupError
 from asyncengine.tokenizer_file import TokenizerFile, load_tokenizer
 from asyncengine.wire.accounting import RingWriter, TurnRecord
 from asyncengine.wire.answers import Encoded, Failed
-from asyncengine.wire.pipes import Pipes, Sender, pipe_name
+from asyncengine.wire.engine_pipes import ApiProcess, EnginePipes, minter
+from asyncengine.wire.pipes import Pipes, pipe_name
 from asyncengine.wire.reports import TokenizerInfo
 from asyncengine.wire.requests import (
     Abort,
@@ -148,17 +149,20 @@ class Worker:
         self._pipes = pipes
         self._runner_life = runner_life
         self._runner = pipes.sender(pipe_name("runner.requests", runner_life))
-        self._engines: dict[int, Sender] = {}
+        self._engines = EnginePipes(pipes)
         self._counts = {"requests": 0, "prompt_tokens": 0, "failed": 0, "dropped": 0, "questions": 0}
 
     def turn(self, messages: Iterable[ToTokenizer]) -> None:
         """Encode and pass on, then answer questions. A request is dropped when all its choices are aborted within the
-        same turn; the aborts themselves always go on, behind whatever they may refer to."""
+        same turn; the aborts themselves always go on, behind whatever they may refer to. So is what a lost API process
+        has sent, once that is known."""
         begin = time.monotonic_ns()
         arrived: list[Job | Abort | Relink] = []
         questions: list[Question] = []
         for message in messages:
-            if isinstance(message, Question):
+            if isinstance(message, Job | Question) and self._engines.lost(message.rid):
+                self._counts["dropped"] += 1
+            elif isinstance(message, Question):
                 questions.append(message)
             else:
                 arrived.append(message)
@@ -171,25 +175,27 @@ class Worker:
             kept = [message for message in kept if not isinstance(message, Job) or message.rid in safe]
         outcomes = iter(self._encoder.encode(jobs))
         middle, tokens = time.monotonic_ns(), self._counts["prompt_tokens"]
-        encoded: defaultdict[int, list[Generate]] = defaultdict(list)
+        encoded: defaultdict[ApiProcess, list[Generate]] = defaultdict(list)
         for message in kept:
             outcome = next(outcomes) if isinstance(message, Job) else message
             if isinstance(outcome, Failed):
-                self._engine(outcome.rid).send(outcome)
+                self._engines.send(outcome.rid, outcome)
                 self._counts["failed"] += 1
                 continue
             if isinstance(outcome, Relink) and outcome.role == "gpu_runner":
                 if outcome.life > self._runner_life:
                     self._connect_runner(outcome.life)
                 continue
+            if isinstance(outcome, Relink) and outcome.role == "api_worker":
+                self._engines.relink(outcome.index, outcome.life)
             self._runner.send(outcome)
             if isinstance(outcome, Generate):
-                encoded[outcome.rid >> API_WORKER_SHIFT].append(outcome)
+                encoded[minter(outcome.rid)].append(outcome)
         for requests in encoded.values():
             self._report(requests)
         self._counts["dropped"] += len(arrived) - len(kept)
         for question in questions:
-            self._engine(question.rid).send(self._service.answer(question))
+            self._engines.send(question.rid, self._service.answer(question))
         self._counts["questions"] += len(questions)
         tokens = self._counts["prompt_tokens"] - tokens
         self._ring.write(
@@ -199,8 +205,7 @@ class Worker:
     def flush(self) -> bool:
         """Move what waits towards its readers; False while gpu_runner is too far behind to take more. One that is no
         more, or not there yet, is no reason to wait: what it has not read is dropped."""
-        for engine in self._engines.values():
-            engine.flush()
+        self._engines.flush()
         self._runner.flush()
         behind = self._runner.backlog > BACKLOG_MESSAGES
         if behind and not self._pipes.has_reader(pipe_name("runner.requests", self._runner_life)):
@@ -221,7 +226,7 @@ class Worker:
             *dangerous(questions, lambda asked: [self._service.answer(each) for each in asked], self._alive),
         ]
         for message in bad:
-            self._engine(message.rid).send(refusal(message.rid, REJECTED))
+            self._engines.send(message.rid, refusal(message.rid, REJECTED))
         self._counts["failed"] += len(bad)
         rids = {message.rid for message in bad}
         return [job for job in jobs if job.rid not in rids], [each for each in questions if each.rid not in rids]
@@ -236,17 +241,10 @@ class Worker:
         """Tell the API worker of all of `requests` that they are on their way."""
         num_tokens = np.array([len(request.ids) // 4 for request in requests], dtype=np.int32)
         rids = np.array([request.rid for request in requests], dtype=np.uint64)
-        self._engine(requests[0].rid).send(
-            Encoded(self._index, rids.tobytes(), num_tokens.tobytes(), time.monotonic_ns())
-        )
+        encoded = Encoded(self._index, rids.tobytes(), num_tokens.tobytes(), time.monotonic_ns())
+        self._engines.send(requests[0].rid, encoded)
         self._counts["requests"] += len(requests)
         self._counts["prompt_tokens"] += int(num_tokens.sum())
-
-    def _engine(self, rid: int) -> Sender:
-        name = rid >> API_WORKER_SHIFT
-        if name not in self._engines:
-            self._engines[name] = self._pipes.sender(f"engine.{name}")
-        return self._engines[name]
 
 
 def _all_aborted(job: Job, aborted: set[int]) -> bool:

@@ -7,9 +7,10 @@ are; all others begin with `asyncengine:`. As there, `n` choices of a prompt cou
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import get_args
 
 from asyncengine.api.exposition import Family, Sample, exposition, histogram_samples
-from asyncengine.config import SIDECARS
+from asyncengine.config import Role
 from asyncengine.engine_info import Health
 from asyncengine.metrics import FINISH_REASONS, SERVICE_CLASSES, Totals
 
@@ -93,7 +94,9 @@ def _from_gauges(gauges: Mapping[str, int]) -> Iterator[Family]:
     if total := gauges.get("total_pages"):
         used = 1 - (gauges["free_pages"] + gauges["cached_pages"]) / total
         yield Family("vllm:kv_cache_usage_perc", "gauge", "Share of the KV cache in use; 1 is all.", [Sample(used)])
-    restarts = [Sample(gauges[f"{role}_restarts"], {"role": role}) for role in SIDECARS if f"{role}_restarts" in gauges]
+    restarts = [
+        Sample(gauges[f"{role}_restarts"], {"role": role}) for role in get_args(Role) if f"{role}_restarts" in gauges
+    ]
     if restarts:
         text = "Processes that were lost and have been replaced."
         yield Family("asyncengine:sidecar_restarts_total", "counter", text, restarts)

@@ -32,12 +32,12 @@ class ApiWorker(FrontEnd):
     """The front end of one API worker; `health` and the gauges are what its parent said last."""
 
     def __init__(self, config: SidecarConfig, pipes: Pipes) -> None:
-        super().__init__(config.engine, worker=config.index, workers=config.api_workers)
+        super().__init__(config.engine, worker=config.index, workers=config.api_workers, life=config.life)
         self._health = Health(state="starting", detail="the engine is starting")
         self._gauges: dict[str, int] = {}
         self._begun = asyncio.Event()
         self._ended = asyncio.Event()
-        self._open(pipes, Path(config.run_dir))
+        self._open(pipes, Path(config.run_dir), metrics_fd=config.metrics_fd)
 
     @property
     def health(self) -> Health:

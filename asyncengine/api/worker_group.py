@@ -3,8 +3,8 @@
     this process   bind | start sidecars and workers | all ready: listen, status "ready" | status | status "failed"
     API worker          |                      Ready |                  accepts, serves  |        | ends streams, exits
 
-It handles no request itself. A sidecar that is lost is replaced, and the status tells the workers of its successor. A
-worker that dies takes the engine with it: the connections that it had are gone with it, and the sockets are shared.
+It handles no request itself. A process that is lost is replaced, and the status tells the workers of its successor. The
+connections of a lost worker are gone with it; those that nobody had accepted wait in the sockets, which all share.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from asyncengine.errors import StartupError
 from asyncengine.startup_progress import StartupProgress
 from asyncengine.supervisor import Supervisor
 from asyncengine.wire.answers import EngineStatus
+from asyncengine.wire.engine_pipes import ApiProcess
 from asyncengine.wire.pipes import Sender
 from asyncengine.wire.sidecar import HEARTBEAT_SECONDS
 
@@ -69,7 +70,7 @@ class WorkerGroup:
         """Raises `StartupError`, and then leaves nothing behind."""
         try:
             model = await self._supervisor.prepare()
-            self._senders = [self._supervisor.pipes.sender(f"engine.{index}") for index in range(self._workers)]
+            self._senders = [self._sender(ApiProcess(index)) for index in range(self._workers)]
             await self._supervisor.launch(model)
             if self._failed.is_set():
                 raise StartupError(self._health.detail)
@@ -146,7 +147,13 @@ class WorkerGroup:
             else:
                 sender.send(status)
 
+    def _sender(self, process: ApiProcess) -> Sender:
+        return self._supervisor.pipes.sender(process.pipe)
+
     def _relink(self, role: Role, index: int, life: int) -> None:
+        if role == "api_worker":
+            self._supervisor.pipes.drop(self._senders[index])
+            self._senders[index] = self._sender(ApiProcess(index, life))
         if self._telling is not None:
             self._tell()  # at once: requests wait for it
 

@@ -10,7 +10,7 @@ requests
     tokenizer -> gpu_runner  Generate | Abort | Relink                     ("requests")
     engine, detokenizer -> gpu_runner  Abort | ReleaseSession | StopHit    ("control")
 frames
-    gpu_runner -> detokenizer          StepFrame
+    gpu_runner -> detokenizer          StepFrame | Relink
 answers
     detokenizer -> engine              Deltas
     tokenizer -> engine                Encoded | Failed | Tokenized | Detokenized

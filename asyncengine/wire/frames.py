@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from asyncengine.wire.base import Wire
+from asyncengine.wire.requests import Relink
 
 
 class DetokenizeOptions(Wire, frozen=True, tag=20):
@@ -105,4 +106,4 @@ class StepFrame(Wire, frozen=True, tag=22):
     marks: tuple[RowMarks, ...] = ()
 
 
-ToDetokenizer = StepFrame
+ToDetokenizer = StepFrame | Relink

@@ -91,8 +91,9 @@ class Abort(Wire, frozen=True, tag=4):
 
 class Relink(Wire, frozen=True, tag=12):
     """Worker `index` of `role` was lost, and `life` is the number of the one in its place: whoever writes to it drops
-    what has not left, and connects to the new one's pipe (`pipes.pipe_name`). Goes ahead of whatever was sent again
-    because of the loss, on the same pipes; repeated and late ones, whose `life` is not news, are ignored."""
+    what has not left, and connects to the new one's pipe (`pipes.pipe_name`); of a lost API worker all that it asked
+    for ends, besides. Goes ahead of whatever was sent again because of the loss, or by the new one, on the same pipes;
+    repeated and late ones, whose `life` is not news, are ignored."""
 
     role: Role
     index: int

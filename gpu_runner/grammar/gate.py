@@ -38,6 +38,10 @@ class GrammarGate:
         """Choices of that class that wait for a verdict."""
         return len(self._parked[service_class])
 
+    def parked_rids(self) -> set[int]:
+        """Of choices that wait for a verdict."""
+        return set().union(*self._parked.values())
+
     def submit(self, message: Generate) -> None:
         """Have a request checked that asks for a structure; it comes back by `take_settled`."""
         self._matches.prepare()  # so that it loads what it needs meanwhile

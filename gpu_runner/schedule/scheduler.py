@@ -228,6 +228,10 @@ class Scheduler:
         """Whether it waits or runs."""
         return rid in self.queue or rid in self.slots.slot_of
 
+    def rids(self) -> set[int]:
+        """Of all that waits or runs."""
+        return {request.rid for request in self.queue}.union(self.slots.slot_of)
+
     def abort(self, rid: int) -> None:
         """End `rid` wherever it is; unknown rids (ended already, or not here yet) are ignored."""
         request = self.queue.remove(rid)

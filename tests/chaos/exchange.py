@@ -29,7 +29,8 @@ RESET = struct.pack("ii", 1, 0)
 
 @dataclass
 class Reply:
-    """What came back. complete: to its end. broken: why it is not, "" for a client's own leaving."""
+    """What came back. complete: to its end. broken: why it is not, "" for a client's own leaving, and where the
+    connection was `cut` with the process that held it."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -37,10 +38,15 @@ class Reply:
     complete: bool = False
     broken: str = ""
     left: bool = False
+    cut: bool = False
 
 
 Heard = Callable[[float, float], None]
 """Called with the times of two pieces of an answer that came one after the other."""
+
+
+Cut = Callable[[int, float], bool]
+"""Whether a connection from this port, made after that time, was cut."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class Client:
     port: int
     limit: float = 120.0
     heard: Heard = lambda before, now: None
+    cut: Cut = lambda port, since: False
 
     async def post(
         self, path: str, body: Any, *, key: Key = OPERATOR, manner: Manner = "plain", leave_after: float = 0.0
@@ -68,14 +75,16 @@ class Client:
         connection.setblocking(False)
         if manner == "slow":
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SLOW_BUFFER_BYTES)
-        leaves = manner in ("close", "reset")
+        leaves, begun, port, ends = manner in ("close", "reset"), time.monotonic(), 0, True
         try:
             async with asyncio.timeout(self.limit):
                 await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", self.port))
+                port = connection.getsockname()[1]
                 await asyncio.get_running_loop().sock_sendall(connection, request)
                 async with asyncio.timeout(leave_after if leaves else None) as staying:
                     await self._read(connection, received, slow=manner == "slow")
         except TimeoutError:
+            ends = False
             reply.left = leaves and staying.expired()
             reply.broken = "" if reply.left else f"no end after {self.limit:g} s"
         except OSError as error:
@@ -85,6 +94,8 @@ class Client:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             connection.close()
         _parse(bytes(received), reply)
+        if reply.broken and ends and self.cut(port, begun):
+            reply.cut, reply.broken = True, ""
         return reply
 
     async def _read(self, connection: socket.socket, received: bytearray, *, slow: bool) -> None:

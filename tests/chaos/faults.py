@@ -1,6 +1,7 @@
 """What is done to the server's processes: killed at any moment, or stopped for a while and let go on.
 
-kill -9   tokenizer_proc | detokenizer_proc | gpu_runner, one drawn; it may still be loading, or be a stopped one
+kill -9   tokenizer_proc | detokenizer_proc | gpu_runner | api_worker where there are several, one drawn; it may still
+          be loading, or be a stopped one
 SIGSTOP   any process, the server itself and API workers included ... 0.2 to 2 s ... SIGCONT
 """
 
@@ -13,11 +14,11 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from chaos.processes import SIDECARS, family
+from chaos.processes import SIDECARS, clients_of, family, look_at
 
 MIN_STOP_SECONDS, MAX_STOP_SECONDS = 0.2, 2.0
 
@@ -36,10 +37,11 @@ class Fault:
 @dataclass
 class Kill:
     """silences: of each stream that was open, the seconds from its last bytes before the kill to its first ones after;
-    other faults that came meanwhile are in them."""
+    other faults that came meanwhile are in them. clients: own ports of those whose connections went with it."""
 
     at: float
     role: str
+    clients: frozenset[int] = frozenset()
     silences: list[float] = field(default_factory=list)
 
 
@@ -65,8 +67,11 @@ def _times(rng: random.Random, per_second: float) -> Iterator[float]:
 class Saboteur:
     """Does faults to the family of process `root`. `kills` and `stops` are those done."""
 
-    def __init__(self, root: int) -> None:
+    def __init__(self, root: int, *, port: int = 0, roles: Sequence[str] = SIDECARS) -> None:
+        """port: where it serves. roles: of the processes that are killed."""
         self._root = root
+        self._port = port
+        self._roles = roles
         self._stopped: dict[int, asyncio.TimerHandle] = {}
         self.kills: list[Kill] = []
         self.stops = 0
@@ -88,6 +93,10 @@ class Saboteur:
             if kill.at <= now:
                 kill.silences.append(now - before)
 
+    def cut(self, client: int, since: float) -> bool:
+        """Whether the connection that a client has had from its port `client` since then went with a process."""
+        return any(kill.at >= since and client in kill.clients for kill in self.kills)
+
     def let_go(self) -> None:
         """Let everything that is stopped go on."""
         for pid, timer in list(self._stopped.items()):
@@ -102,12 +111,22 @@ class Saboteur:
                 self._stop(pids[int(fault.pick * len(pids))], fault.seconds)
             return
         # as many kills for each role, however many processes it has; its last bits decide between those
-        role, within = divmod(fault.pick * len(SIDECARS), 1)
-        pids = [process.pid for process in processes if process.role == SIDECARS[int(role)]]
+        place, within = divmod(fault.pick * len(self._roles), 1)
+        role = self._roles[int(place)]
+        pids = [process.pid for process in processes if process.role == role]
         if pids:  # it may just be missing
-            self.kills.append(Kill(time.monotonic(), SIDECARS[int(role)]))
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pids[int(within * len(pids))], signal.SIGKILL)
+            self._kill(role, pids[int(within * len(pids))])
+
+    def _kill(self, role: str, pid: int) -> None:
+        clients: set[int] = set()
+        with contextlib.suppress(ProcessLookupError):
+            if role == "api_worker":
+                os.kill(pid, signal.SIGSTOP)  # so that it accepts nobody while one looks
+                while (process := look_at(pid)) is not None and process.state not in "TZ":
+                    time.sleep(0.001)
+                clients = clients_of(pid, self._port)
+            os.kill(pid, signal.SIGKILL)
+        self.kills.append(Kill(time.monotonic(), role, frozenset(clients)))
 
     def _stop(self, pid: int, seconds: float) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ ROLE_OF_MODULE = {
 SIDECARS = ("tokenizer_proc", "detokenizer_proc", "gpu_runner")
 ON_DEMAND = ("gpu_runner.grammar.child",)
 """Roles of processes that gpu_runner starts when it needs them."""
+ESTABLISHED = "01"
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -55,6 +57,21 @@ def look_at(pid: int) -> Process | None:
         return Process(pid, _role(words), state, len(os.listdir(at / "fd")), resident * PAGE_BYTES)
     except (FileNotFoundError, ProcessLookupError):
         return None
+
+
+def clients_of(pid: int, port: int) -> set[int]:
+    """The clients' own ports of the connections to `port` of 127.0.0.1 that the process has."""
+    held = set()
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                held.add(os.readlink(fd))
+    clients = set()
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, remote, state, *_, inode = line.split()[:10]
+        if int(local.split(":")[1], 16) == port and state == ESTABLISHED and f"socket:[{inode}]" in held:
+            clients.add(int(remote.split(":")[1], 16))
+    return clients
 
 
 def count_roles(processes: list[Process]) -> Counter[str]:

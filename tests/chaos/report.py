@@ -48,6 +48,7 @@ def _figures(outcome: Outcome) -> Iterator[str]:
         "right": tally["right"],
         "wrong or failed": tally["wrong"],
         "left by the client": tally["left early"],
+        "cut off": tally["cut off"],
         "sent again": tally["sent again"],
         "releases": tally["releases"],
         "refused": tally["refused"],
@@ -62,7 +63,7 @@ def _figures(outcome: Outcome) -> Iterator[str]:
     yield ""
     yield "| killed | kills | streams | p50 | p99 | longest |"
     yield "|---|---|---|---|---|---|"
-    for role in (*SIDECARS, "any"):
+    for role in (*SIDECARS, "api_worker", "any"):
         kills = [kill for kill in outcome.kills if role in (kill.role, "any")]
         silences = [1000 * silence for kill in kills for silence in kill.silences]
         figures = [percentile(silences, 0.5), percentile(silences, 0.99), max(silences, default=0.0)]

@@ -20,7 +20,7 @@ from chaos.checks import baseline_of, ended, settled
 from chaos.exchange import Client
 from chaos.faults import Kill, Saboteur, draw_faults
 from chaos.load import Load, draw_arrivals, expectations
-from chaos.processes import family
+from chaos.processes import SIDECARS, family
 from chaos.samples import Sampler
 from chaos.server import Server, Setup, cpu_model, running, scripted
 
@@ -133,8 +133,9 @@ async def run_chaos(plan: Plan) -> Outcome:
 async def _run(plan: Plan, server: Server, outcome: Outcome) -> None:
     trace = read_trace()
     cases = make_cases(plan.seed, plan.cases, trace, plan.lengths, plan.kinds)
-    saboteur = Saboteur(server.pid)
-    client = Client(server.port, plan.limit, heard=saboteur.heard)
+    roles = SIDECARS if plan.setup.api_workers == 1 else (*SIDECARS, "api_worker")
+    saboteur = Saboteur(server.pid, port=server.port, roles=roles)
+    client = Client(server.port, plan.limit, heard=saboteur.heard, cut=saboteur.cut)
     expected = await expectations(client, cases, at_once=plan.calm_at_once)
     outcome.problems += [f"in peace: {problem}" for problem in await settled(server, plan.setup, client)]
     baseline = baseline_of(family(server.pid))

@@ -156,6 +156,13 @@ def test_a_kill_has_the_silences_that_lasted_across_it() -> None:
     assert [kill.silences for kill in saboteur.kills] == [[1.0, 3.0], [1.0]]
 
 
+def test_a_connection_counts_as_cut_if_its_process_was_killed_after_it_began() -> None:
+    saboteur = Saboteur(root=0)
+    saboteur.kills = [Kill(10.0, "api_worker", frozenset({501, 502})), Kill(20.0, "gpu_runner")]
+    assert [saboteur.cut(port, 9.0) for port in (501, 502, 503)] == [True, True, False]
+    assert not saboteur.cut(501, 11.0), "its port was another's before"
+
+
 def test_growth_is_the_slope_after_the_warm_up_and_none_for_a_short_life() -> None:
     times = [2.0 * index for index in range(150)]
     steady = History("server", times, [10**8 + int(500 * at) if at >= 90 else int(10**6 * at) for at in times])

@@ -14,7 +14,7 @@ from asyncengine.wire.answers import Deltas, ToEngine
 from asyncengine.wire.base import Finish
 from asyncengine.wire.frames import DetokenizeOptions, Open, PromptLogprobs, RowMarks, StepFrame
 from asyncengine.wire.pipes import Pipes, Receiver
-from asyncengine.wire.requests import ToRunnerControl
+from asyncengine.wire.requests import Relink, ToRunnerControl
 
 WAIT_MS = 60_000
 
@@ -58,6 +58,9 @@ class Ring:
     def send(self, *rows: Row, opens: tuple[Open, ...] = (), marks: tuple[RowMarks, ...] = (), life: int = 0) -> None:
         self._step += 1
         self._frames.send(step_frame(self._step, *rows, opens=opens, marks=marks, life=life))
+
+    def tell(self, relink: Relink) -> None:
+        self._frames.send(relink)
 
     def receive(self, index: int = 0) -> list[Piece]:
         """The entries of the next message for API worker `index`."""

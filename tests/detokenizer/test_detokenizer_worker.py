@@ -9,16 +9,17 @@ from dataclasses import dataclass
 
 import msgspec
 import pytest
-from detokenizer_ring import WAIT_MS, Piece, Ring, Row, opened, pieces
+from detokenizer_ring import WAIT_MS, Piece, Ring, Row, opened, pieces, receive_one
 from toy_tokenizers import BYTE_LEVEL_SIZE, HIDDEN, LONG, byte_level
 
 from asyncengine.config import API_WORKER_SHIFT
 from asyncengine.wire.accounting import RingReader, RingWriter, TurnRecord
-from asyncengine.wire.answers import Marks, Openings
+from asyncengine.wire.answers import Marks, Openings, ToEngine
 from asyncengine.wire.base import Finish
+from asyncengine.wire.engine_pipes import ApiProcess
 from asyncengine.wire.frames import Open, RowMarks
 from asyncengine.wire.pipes import Pipes, make_run_dir
-from asyncengine.wire.requests import StopHit
+from asyncengine.wire.requests import Relink, StopHit
 from detokenizer_proc.vocabulary import Vocabulary
 from detokenizer_proc.worker import ENGINE_HIGH_WATER_MARK, Worker
 
@@ -302,6 +303,21 @@ def test_deltas_for_an_api_worker_that_is_behind_merge_and_lose_nothing(bench_wi
     assert "".join(entry.text for entry in received) == bytes(tokens).decode()
     assert [len(entry.ids) for entry in received] == [1] * ENGINE_HIGH_WATER_MARK + [steps - ENGINE_HIGH_WATER_MARK]
     assert bench.worker.gauges()["pending"] == 0
+
+
+def test_rows_of_a_lost_api_worker_are_forgotten_and_what_waits_for_it_is_dropped(bench: Bench) -> None:
+    lost, new = ApiProcess(5).first_rid, ApiProcess(5, 1).first_rid  # nobody reads for the first
+    bench.step(Row(0, 0, ord("a")), Row(1, 0, ord("b")), opens=(opened(0, 0, lost), opened(1, 0, 7)))
+    for _ in range(ENGINE_HIGH_WATER_MARK + 1):
+        bench.step(Row(0, 0, ord("c")))
+    assert (bench.worker.gauges()["streams"], bench.worker.gauges()["pending"]) == (2, 1)
+    successor = bench.ring.pipes.receiver("engine.5.1", ToEngine)
+    bench.ring.tell(Relink("api_worker", 5, 1))
+    bench.step(Row(0, 0, ord("d")), Row(1, 0, ord("e")), Row(2, 0, ord("f")), opens=(opened(2, 0, new),))
+    assert (bench.worker.gauges()["streams"], bench.worker.gauges()["pending"]) == (2, 0)
+    assert bench.ring.receive(0) == [piece(7, "b", [ord("b")])]
+    assert bench.ring.receive(0) == [piece(7, "e", [ord("e")])]
+    assert pieces(receive_one(successor)) == [piece(new, "f", [ord("f")])]
 
 
 def test_entries_too_large_for_one_message_come_in_several(

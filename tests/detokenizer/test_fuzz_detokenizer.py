@@ -18,6 +18,7 @@ from asyncengine.wire.answers import Deltas
 from asyncengine.wire.base import Finish
 from asyncengine.wire.frames import RowMarks, ToDetokenizer
 from asyncengine.wire.pipes import Pipes, make_run_dir
+from asyncengine.wire.requests import Relink
 from detokenizer_proc.vocabulary import Vocabulary
 from detokenizer_proc.worker import Worker
 
@@ -27,6 +28,7 @@ BASE = 1_000_000
 FRAMES: list[msgspec.Struct] = [
     FRAME,
     DELTAS,
+    Relink("api_worker", 1, 1),
     msgspec.structs.replace(FRAME, marks=(RowMarks(0, array("q", [5, 1]).tobytes()),)),
     msgspec.structs.replace(FRAME, opens=(opened(0, 1, 9, resumed=(65, 66), shown=1), opened(1, 1, 9, prompt=PROMPT))),
 ]

@@ -107,7 +107,7 @@ class FrontEndRing:
     async def say(self, *messages: Wire) -> None:
         """Have the front end hear `messages`, and come back when it has."""
         if self._engine is None:
-            self._engine = self.pipes.sender("engine.0")
+            self._engine = self.pipes.sender(self.front._process.pipe)
         call = next(self._calls)
         heard = self.front._questions.ask(call)
         for message in (*messages, Cancelled(call, True)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -10,11 +11,12 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import aiohttp
 import pytest
+from chaos.processes import clients_of
 from front_end_ring import INFO
 from support.command_line import Command, all_gone, running
 
@@ -51,20 +53,6 @@ def workers_of(children: dict[int, str]) -> list[int]:
     return [pid for pid, module in children.items() if module == "asyncengine.api.worker"]
 
 
-def established(pid: int, port: int) -> int:
-    """Connections to `port` that process `pid` has accepted."""
-    inodes = set()
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            inodes.add(os.readlink(fd))
-        except FileNotFoundError:
-            continue
-    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return sum(
-        int(line[1].split(":")[1], 16) == port and line[3] == "01" and f"socket:[{line[9]}]" in inodes for line in lines
-    )
-
-
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
         while not condition():
@@ -72,17 +60,52 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def open_in_every_worker(
-    session: aiohttp.ClientSession, url: str, workers: list[int]
-) -> list[aiohttp.ClientResponse]:
-    """Endless streams, opened until each worker has one, whose first event has been read."""
+    session: aiohttp.ClientSession, url: str, workers: list[int], **headers: str
+) -> dict[aiohttp.ClientResponse, str]:
+    """Endless streams, opened until each worker has one, and the first event of each, which has been read."""
     port = int(url.rsplit(":", 1)[1])
-    responses: list[aiohttp.ClientResponse] = []
-    while not all(established(pid, port) for pid in workers):
+    responses: dict[aiohttp.ClientResponse, str] = {}
+    while not all(clients_of(pid, port) for pid in workers):
         assert len(responses) < 200
-        response = await session.post(f"{url}/v1/completions", json=ENDLESS)
-        assert (await response.content.readline()).startswith(b"data: {")
-        responses.append(response)
+        response = await session.post(f"{url}/v1/completions", json=ENDLESS, headers=headers)
+        responses[response] = (await response.content.readline()).decode()
+        assert responses[response].startswith("data: {")
     return responses
+
+
+def own_port(response: aiohttp.ClientResponse) -> int:
+    """Of an answer that has not ended."""
+    assert response.connection is not None
+    assert response.connection.transport is not None
+    return int(response.connection.transport.get_extra_info("sockname")[1])
+
+
+async def scrape(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    """The metrics by name and labels, but those that all have."""
+    async with session.get(f"{url}/metrics") as response:
+        page = re.sub(r'model_name="[^"]*",?|engine="0",?', "", await response.text()).replace("{}", "")
+    return {
+        name: float(value) for name, _, value in (line.rpartition(" ") for line in page.splitlines() if line[0] != "#")
+    }
+
+
+def replaced(command: Command, before: Collection[int]) -> int:
+    """The worker that takes the place of one of `before` that was lost; it may not be ready yet."""
+    deadline = time.monotonic() + 60
+    while True:
+        assert time.monotonic() < deadline
+        for pid in {*command.children()} - {*before}:
+            with contextlib.suppress(OSError, IndexError):  # not quite there yet
+                if module_of(pid) == "asyncengine.api.worker":
+                    return pid
+        time.sleep(0.005)
+
+
+def text_and_end(stream: str) -> tuple[str, list[str]]:
+    """The text of a stream, its last finish_reason, and its last event."""
+    *events, done = stream.strip().split("\n\n")
+    choices = [json.loads(event[6:])["choices"][0] for event in events]
+    return "".join(choice["text"] for choice in choices), [choices[-1]["finish_reason"], done]
 
 
 async def last_event(response: aiohttp.ClientResponse) -> dict:
@@ -147,8 +170,108 @@ async def test_clients_that_leave_are_aborted_in_every_worker(short_path: Path) 
         assert command.finish()[0] == 0
 
 
-async def test_a_worker_that_is_killed_ends_every_stream_by_name_and_leaves_nothing(short_path: Path) -> None:
+async def test_of_a_killed_worker_only_its_own_connections_break_and_another_takes_its_place(short_path: Path) -> None:
+    slots = ["--max-num-seqs", "256"]  # enough for all streams at once
+    with running(short_path, "serve", "--port", "0", "--api-workers", "2", *slots, **SLOW) as command:
+        url, children = serve(command)
+        victim, other = workers_of(children)
+        async with all_connections() as session:
+            async with session.post(
+                f"{url}/v1/completions", json=ENDLESS | {"max_tokens": 2, "stream": False}
+            ) as answer:
+                both_tokens = (await answer.json())["choices"][0]["text"]
+            held = await open_in_every_worker(session, url, [victim, other], **{"X-Request-Id": "held"})
+            before = await scrape(session, url)
+            its_own = clients_of(victim, int(url.rsplit(":", 1)[1]))
+            cut = [response for response in held if own_port(response) in its_own]
+            kept = [response for response in held if response not in cut]
+            os.kill(victim, signal.SIGKILL)
+            for response in cut:
+                with pytest.raises(aiohttp.ClientError):
+                    await response.read()
+            successor = replaced(command, children)
+            async with asyncio.timeout(60):
+                while (page := await scrape(session, url))['asyncengine:sidecar_restarts_total{role="api_worker"}'] < 1:
+                    await asyncio.sleep(0.01)
+                while (page := await scrape(session, url))["vllm:num_requests_running"] > len(kept):
+                    await asyncio.sleep(0.01)
+            async with session.post(f"{url}/v1/requests/cmpl-held/cancel") as answer:
+                assert answer.status == 200
+            assert cut
+            assert kept
+            for response in kept:
+                text, end = text_and_end(held[response] + await response.text())
+                assert text == (both_tokens * len(text))[: len(text)]
+                assert end == ["abort", "data: [DONE]"]
+
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
+            async with asyncio.timeout(60):
+                while (page := await scrape(session, url))["vllm:num_requests_running"] > 0:
+                    await asyncio.sleep(0.01)
+            assert page["asyncengine:kv_cache_free_pages"] == page["asyncengine:kv_cache_pages"]
+            counted = [name for name in before if re.search(r"_(total|count|sum|bucket)\b", name)]
+            assert len(counted) > 50
+            assert [name for name in counted if page[name] < before[name]] == []
+            for response in await open_in_every_worker(session, url, [successor, other]):
+                response.close()
+            async with session.get(f"{url}/ready") as response:
+                assert response.status == 200
+        command.process.terminate()
+        code, _, err = command.finish()
+    assert code == 0
+    assert "api_worker 0 was killed by SIGKILL; it is being replaced" in err
+    assert re.search(r"api_worker 0 was replaced within \d+\.\d s", err)
+    assert "Traceback" not in err
+    assert all_gone([*children, successor])
+
+
+async def test_when_all_workers_are_lost_connections_wait_for_their_successors(short_path: Path) -> None:
     with running(short_path, "serve", "--port", "0", "--api-workers", "2", **SLOW) as command:
+        url, children = serve(command)
+        for pid in workers_of(children):
+            os.kill(pid, signal.SIGKILL)
+        async with all_connections() as session:
+            # one that was accepted by a worker on its way out breaks
+            body = {"prompt": [40, 41], "max_tokens": 10}
+            await until(lambda: not {*workers_of(children)} & {*command.children()})
+            async with session.post(f"{url}/v1/completions", json=body) as response:
+                assert response.status == 200
+        command.process.terminate()
+        assert command.finish()[0] == 0
+
+
+async def test_a_worker_that_is_lost_again_and_again_ends_the_engine_by_name(short_path: Path) -> None:
+    options = ["--api-workers", "2", "--crash-window-seconds", "3600"]
+    with running(short_path, "serve", "--port", "0", *options, **SLOW) as command:
+        url, children = serve(command)
+        victim, other = workers_of(children)
+        known, port = [*children], int(url.rsplit(":", 1)[1])
+        async with all_connections() as session:
+            opened = await open_in_every_worker(session, url, [other])
+            its_own = clients_of(other, port)
+            held = [response for response in opened if own_port(response) in its_own]
+            for _ in range(3):  # the second and the third while they start, most likely
+                os.kill(victim, signal.SIGKILL)
+                if len(known) == len(children) + 2:
+                    break
+                victim = replaced(command, known)
+                known.append(victim)
+            told = {(await last_event(response))["error"]["message"] for response in held}
+        code, _, err = command.finish()
+    reason = "3 processes were lost within 3600 s (api_worker 0 3 times); the last: api_worker 0 was killed by SIGKILL"
+    assert told == {reason}
+    assert code == 1
+    assert err.splitlines()[-1] == f"the engine has failed: {reason}"
+    assert all_gone(known)
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+
+
+async def test_a_worker_whose_loss_is_one_too_many_ends_every_stream_by_name_and_leaves_nothing(
+    short_path: Path,
+) -> None:
+    options = ["--api-workers", "2", "--max-crashes", "1"]
+    with running(short_path, "serve", "--port", "0", *options, **SLOW) as command:
         url, children = serve(command)
         workers = workers_of(children)
         port = int(url.rsplit(":", 1)[1])
@@ -188,9 +311,11 @@ async def test_workers_of_a_killed_parent_are_gone_and_the_port_is_free(short_pa
     with running(short_path, "serve", "--port", "0", "--api-workers", "3") as command:
         url, children = serve(command)
         assert len(workers_of(children)) == 3
+        os.kill(workers_of(children)[1], signal.SIGKILL)
+        successor = replaced(command, children)
         command.process.kill()
         command.process.wait()
-        assert all_gone([*children])
+        assert all_gone([*children, successor])
         with socket.create_server(("127.0.0.1", int(url.rsplit(":", 1)[1]))):
             pass
         for left in short_path.iterdir():
@@ -293,14 +418,6 @@ async def test_every_worker_answers_with_the_metrics_of_all(short_path: Path) ->
     with running(short_path, "serve", "--port", "0", "--api-workers", "2", **SLOW) as command:
         url, children = serve(command)
         body = {"prompt": [40, 41], "max_tokens": 10, "ignore_eos": True}
-
-        async def scrape(session: aiohttp.ClientSession) -> dict[str, float]:
-            async with session.get(f"{url}/metrics") as response:
-                lines = [line.rpartition(" ") for line in (await response.text()).splitlines() if line[0] != "#"]
-            return {
-                name.partition("{")[0]: float(value) for name, _, value in lines if 'finished_reason="st' not in name
-            }
-
         async with all_connections() as session:
             held = await open_in_every_worker(session, url, workers_of(children))
             for response in held:
@@ -311,9 +428,9 @@ async def test_every_worker_answers_with_the_metrics_of_all(short_path: Path) ->
                     assert response.status == 200
             async with asyncio.timeout(60):
                 # a worker may be slow to see who has left
-                while (await scrape(session))["vllm:e2e_request_latency_seconds_count"] < 20 + len(held):
+                while (await scrape(session, url))["vllm:e2e_request_latency_seconds_count"] < 20 + len(held):
                     await asyncio.sleep(0.01)
-            pages = [await scrape(session) for _ in range(20)]
+            pages = [await scrape(session, url) for _ in range(20)]
         name = "vllm:time_per_output_token_seconds_count"
         assert pages[0][name] >= 9 * 20 - 20
         counts = [
@@ -362,6 +479,28 @@ async def test_workers_ask_each_other_for_requests_they_do_not_have(short_path: 
     assert not await fronts[1].cancel("x")
     subscription.close()
     await until(lambda: len([*receivers[1].drain()]) == 2)
+    for front in fronts:
+        front._shut("over")
+    pipes.close()
+    for file in short_path.iterdir():
+        file.unlink()
+
+
+async def test_a_lost_worker_has_no_request_to_cancel_and_its_successor_is_asked_from_then_on(short_path: Path) -> None:
+    pipes = Pipes(short_path)
+    fronts = [FrontEnd(EngineConfig(), worker=0, workers=2), FrontEnd(EngineConfig(), worker=1, workers=2, life=3)]
+    pipes.receiver("tokenizer.0", ToTokenizer)
+    fronts[0]._open(pipes, short_path)
+    fronts[0]._serve(INFO, tokenizer_workers=1)
+    asking = asyncio.create_task(fronts[0].cancel("x"))
+    await asyncio.sleep(0)
+    fronts[0]._relink("api_worker", 1, 3)
+    assert not await asking
+    fronts[1]._open(pipes, short_path)
+    fronts[1]._serve(INFO, tokenizer_workers=1)
+    subscription = fronts[1].subscribe([1, 2], SamplingParams(), listener=lambda: None, request_id="x")
+    assert await fronts[0].cancel("x")
+    subscription.close()
     for front in fronts:
         front._shut("over")
     pipes.close()

@@ -17,7 +17,7 @@ from support.python_path import PYTHON_PATH
 from asyncengine import AsyncEngine, Delta, EngineConfig, InvalidRequestError, SamplingParams
 from asyncengine.config import ServiceClass
 from asyncengine.gc_clock import GcClock
-from asyncengine.metrics import FINISH_REASONS, RequestMetrics, Totals, read_totals
+from asyncengine.metrics import FINISH_REASONS, RequestMetrics, Totals, make_block, read_totals
 from asyncengine.request_terms import Target
 from asyncengine.tenant_table import MAX_TENANTS, OTHERS, TenantTokens
 from asyncengine.terms import Terms
@@ -166,6 +166,21 @@ def test_the_totals_are_those_of_all_processes(run_dir: Path) -> None:
     assert observed(totals, "choices") == (3, 9)
     for block in blocks:
         block.close()
+
+
+def test_what_a_lost_process_has_counted_stays_counted_and_its_successor_goes_on(run_dir: Path) -> None:
+    kept = make_block(run_dir, 3)
+    for tenants in (("b", "a"), ("a", "c")):
+        metrics = RequestMetrics(run_dir, 3, TARGETS, fd=os.dup(kept))
+        metrics.submitted(2)
+        for tenant in tenants:
+            metrics.prompted(10, tenant=tenant)
+        metrics.close()
+        totals = read_totals(run_dir)
+    assert observed(totals, "choices") == (2, 4)
+    assert totals.counters["prompt_tokens"] == 40
+    assert totals.tenants == {"b": TenantTokens(10, 0), "a": TenantTokens(20, 0), "c": TenantTokens(10, 0)}
+    os.close(kept)
 
 
 def test_a_block_that_went_with_its_process_is_passed_over(run_dir: Path) -> None:

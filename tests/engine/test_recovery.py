@@ -16,11 +16,12 @@ from front_end_ring import INFO, PROMPT, PROMPT_BYTES, deltas, encoded, front_en
 from asyncengine.api.worker import ApiWorker
 from asyncengine.chat_prompt import ChatPrompt
 from asyncengine.config import EngineConfig, Role, SidecarConfig
-from asyncengine.errors import EngineError, InvalidRequestError
+from asyncengine.errors import EngineError, InvalidRequestError, StartupError
 from asyncengine.recent_rids import KEEP_SECONDS, RecentRids
 from asyncengine.sampling import SamplingParams
 from asyncengine.wire.answers import Detokenized, EngineStatus, Failed, Tokenized
 from asyncengine.wire.base import Finish, Wire
+from asyncengine.wire.engine_pipes import MAX_LIFE, ApiProcess, minter
 from asyncengine.wire.pipes import Sender
 from asyncengine.wire.requests import Abort, Detokenize, EncodeChat, EncodeIds, EncodeText, Relink, Resume, TokenizeText
 
@@ -467,5 +468,39 @@ async def test_an_api_worker_learns_of_losses_from_its_parents_status(short_path
         assert await ring.sent("tokenizer.1") == relinks
         assert await ring.sent("tokenizer.0") == [*relinks, Abort(0), encode(1, Resume(0, int32(1), 1))]
         assert await ring.sent("runner.control") == [Abort(0)]
+        await ring.say(status("ready", lives | {"api_worker.3": 1}))
+        relinks = [Relink("api_worker", 3, 1)]
+        assert [await ring.sent(f"tokenizer.{index}") for index in range(2)] == [relinks, relinks]
         stream.close()
         ring.check_empty()
+
+
+async def test_an_api_worker_in_the_place_of_a_lost_one_tells_of_itself_and_has_rids_of_its_own(
+    short_path: Path,
+) -> None:
+    process = ApiProcess(2, 1)
+    config = SidecarConfig(
+        engine=EngineConfig(), role="api_worker", index=2, model_path="", run_dir=str(short_path), api_workers=3, life=1
+    )
+    status = EngineStatus("ready", "", msgspec.to_builtins(INFO), {}, {"api_worker.0": 4, "api_worker.2": 1})
+    make = lambda pipes, _: ApiWorker(config, pipes)  # noqa: E731
+    async with front_end_ring(short_path, make=make) as ring:
+        await ring.say(status)
+        stream = ring.submit(PARAMS)
+        first = process.first_rid
+        assert await ring.sent("tokenizer.0") == [
+            *(Relink("api_worker", 0, 4), Relink("api_worker", 2, 1)),
+            msgspec.structs.replace(encode(0), rid=first),
+        ]
+        await ring.say(encoded(first), deltas(first, "a", [1], shard=0))
+        assert text_of(stream.take()) == "a"
+        stream.close()
+        ring.check_empty()
+
+
+def test_a_rid_tells_the_worker_and_the_life_of_the_process_that_minted_it() -> None:
+    for process in (ApiProcess(0), ApiProcess(63, 2), ApiProcess(1, MAX_LIFE)):
+        assert {minter(process.first_rid + count) for count in (0, 1, 2**40 - 1)} == {process}
+    assert [ApiProcess(3).pipe, ApiProcess(3, 2).pipe] == ["engine.3", "engine.3.2"]
+    with pytest.raises(StartupError, match="API worker 1 was lost 65536 times"):
+        _ = ApiProcess(1, MAX_LIFE + 1).first_rid

@@ -243,7 +243,7 @@ def test_losses_count_for_as_long_as_the_window() -> None:
     assert losses.open(30) == []
 
 
-async def test_the_status_of_api_workers_tells_of_successors_and_a_workers_own_loss_ends_the_engine(
+async def test_the_status_of_api_workers_tells_of_successors_their_own_among_them(
     orders: Orders,
 ) -> None:
     group = WorkerGroup(EngineConfig(), bind("127.0.0.1", 0), workers=1, modules=MODULES)
@@ -260,7 +260,15 @@ async def test_the_status_of_api_workers_tells_of_successors_and_a_workers_own_l
         orders.end("tokenizer_proc.0.1")
         await until(lambda: statuses()[-1] == ["ready", "", {"tokenizer_proc.0": 1}])
         os.kill(group._supervisor.pids()["api_worker"], signal.SIGKILL)
-        assert await group.wait_failed() == "api_worker was killed by SIGKILL"
+        lives, waited_for = {"tokenizer_proc.0": 1, "api_worker.0": 1}, list[str]()
+
+        def is_replaced() -> bool:
+            waited_for.extend(group._supervisor.recovering())
+            return statuses()[-1:] == [["ready", "", lives]]
+
+        await until(is_replaced)
+        assert waited_for == [], "other workers serve meanwhile"
+        assert group._supervisor.engine_gauges()["api_worker_restarts"] == 1
     finally:
         await group.close()
 
@@ -275,6 +283,20 @@ async def test_a_sidecar_that_stays_silent_is_killed_and_replaced(caplog: pytest
         # on a busy machine others may be silent for a second, too
         await until(lambda: ("detokenizer_proc", 0, 1) in heard.relinks)
     assert "detokenizer_proc gave no sign of life for 1 s and was killed; it is being replaced" in caplog.messages
+
+
+async def test_an_api_worker_that_stays_silent_is_killed_and_replaced_too(
+    orders: Orders, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig(hang_timeout_seconds=1, max_crashes=99)
+    group = WorkerGroup(config, bind("127.0.0.1", 0), workers=1, modules=MODULES)
+    try:
+        await group.start()
+        os.kill(group._supervisor.pids()["api_worker"], signal.SIGSTOP)
+        await until(lambda: "api_worker.0" in group._supervisor.lives())
+    finally:
+        await group.close()
+    assert "api_worker gave no sign of life for 1 s and was killed; it is being replaced" in caplog.messages
 
 
 async def test_an_engine_in_which_nothing_moves_says_what_it_knows_once(

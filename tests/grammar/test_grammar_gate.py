@@ -116,6 +116,7 @@ def test_choices_that_wait_for_a_verdict_are_counted_by_class(monkeypatch: pytes
     background = Terms(service_class="background")
     gate.submit(Generate(3, bytes(4), SamplingParams(structured=regex("b")), 1, b"", "", (), background))
     assert (gate.num_parked("interactive"), gate.num_parked("background")) == (2, 1)
+    assert gate.parked_rids() == {1, 2, 3}
     gate.abort(3)
     gate.abort(2)
     assert (gate.num_parked("interactive"), gate.num_parked("background")) == (1, 0)

@@ -11,7 +11,8 @@ import pytest
 
 from asyncengine.sampling import SamplingParams
 from asyncengine.wire.answers import Failed, ToEngine
-from asyncengine.wire.frames import StepFrame
+from asyncengine.wire.engine_pipes import ApiProcess
+from asyncengine.wire.frames import StepFrame, ToDetokenizer
 from asyncengine.wire.pipes import Pipes, Receiver, make_run_dir
 from asyncengine.wire.requests import Abort, Generate, Relink, Resume, StopHit
 from gpu_runner.inbox import Inbox
@@ -192,3 +193,31 @@ def test_a_choice_that_was_lost_alone_is_not_taken_for_its_neighbour(pipes: Pipe
     ends.hear(later, sooner, sooner)
     assert [request.rid for request in ends.scheduler.queue if request.rid < 1_000] == [6, 5]
     assert ends.inbox.malformed == 1
+
+
+def test_all_that_a_lost_api_worker_asked_for_ends_and_what_comes_of_it_later_is_nobodys(pipes: Pipes) -> None:
+    detokenizers = [pipes.receiver(f"detokenizer.{index}", ToDetokenizer) for index in range(2)]
+    engines = [pipes.receiver(process.pipe, ToEngine) for process in (ApiProcess(3), ApiProcess(3, 2))]
+    ends = Ends(pipes)
+    scheduler = ends.scheduler
+    lost, new, other = (process.first_rid for process in (ApiProcess(3), ApiProcess(3, 2), ApiProcess(4)))
+
+    def generate(rid: int, token: int = 1) -> Generate:
+        return Generate(rid, int32(token, 2).tobytes(), SamplingParams(), 5, b"", "")
+
+    ends.hear(generate(lost), generate(other), generate(lost + 1))
+    assert scheduler.plan() is not None
+    assert scheduler.num_running == 2, "one of them is the lost worker's"
+    relink = Relink("api_worker", 3, 2)
+    ends.hear(relink, generate(lost + 2), generate(lost + 3, 50), generate(new), generate(new + 1, 50), relink)
+    assert scheduler.rids() == {other, new, 1_000, 1_001}
+    assert scheduler.gauges()["aborted"] == 2
+    scheduler.check_integrity()
+    assert [next_message(receiver) for receiver in detokenizers] == [relink, relink]
+    assert next_message(engines[1]).rid == new + 1, "the successor is told what was refused"
+    assert not any(receiver.pending() for receiver in (*detokenizers, *engines))
+    for rid in scheduler.rids():
+        scheduler.abort(rid)
+    scheduler.check_integrity()
+    gauges = scheduler.gauges()
+    assert (gauges["running"], gauges["waiting"]) == (0, 0)

@@ -18,12 +18,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from asyncengine.config import API_WORKER_SHIFT, PAGE_SIZE, SidecarConfig, worker_key
+from asyncengine.config import PAGE_SIZE, SidecarConfig, worker_key
 from asyncengine.errors import StartupError
 from asyncengine.wire.answers import Failed
 from asyncengine.wire.base import Finish
+from asyncengine.wire.engine_pipes import EnginePipes
 from asyncengine.wire.frames import Open, StepFrame
-from asyncengine.wire.pipes import Pipes, Poller, Sender, pipe_name
+from asyncengine.wire.pipes import Pipes, Poller, pipe_name
 from asyncengine.wire.reports import RunnerInfo
 from asyncengine.wire.requests import (
     Abort,
@@ -134,7 +135,7 @@ class ScriptedRunner:
         self._detokenizers = [
             pipes.sender(pipe_name(f"detokenizer.{i}", life)) for i, life in enumerate(self._detokenizer_lives)
         ]
-        self._engines: dict[int, Sender] = {}
+        self._engines = EnginePipes(pipes)
         self._slots: list[Row | None] = [None] * config.engine.max_num_seqs
         self._gens = [0] * len(self._slots)
         self._waiting: deque[tuple[int, Generate, Resume | None, int]] = deque()  # rid, request, from where, since when
@@ -196,12 +197,14 @@ class ScriptedRunner:
                 self._abort(message.rid)
 
     def _add(self, request: Generate) -> None:
+        if self._engines.lost(request.rid):
+            return
         limit, size = self._script.refuse_longer_than, len(request.ids) // 4
         if limit is not None and size > limit:
             failed = Failed(
                 request.rid, 400, f"{size} tokens do not fit into {limit}", "context_length_exceeded", "prompt"
             )
-            self._engine(request.rid >> API_WORKER_SHIFT).send(failed)
+            self._engines.send(request.rid, failed)
             return
         now = time.monotonic_ns()
         resumes: tuple[Resume | None, ...] = request.resume or (None,) * request.params.n
@@ -213,6 +216,12 @@ class ScriptedRunner:
             self._detokenizer_lives[index] = life
             self._pipes.drop(self._detokenizers[index])
             self._detokenizers[index] = self._pipes.sender(pipe_name(f"detokenizer.{index}", life))
+        elif relink.role == "api_worker" and self._engines.relink(index, life):
+            for sender in self._detokenizers:
+                sender.send(relink)
+            for rid in [rid for rid, *_ in self._waiting] + [row.rid for row in self._slots if row is not None]:
+                if self._engines.lost(rid):
+                    self._abort(rid)
 
     def _abort(self, rid: int) -> None:
         self._waiting = deque(entry for entry in self._waiting if entry[0] != rid)
@@ -297,11 +306,6 @@ class ScriptedRunner:
             return -1, 0
         equal = [old == new for old, new in zip(before, prompt, strict=False)]
         return len(before), equal.index(False) if False in equal else len(equal)
-
-    def _engine(self, worker: int) -> Sender:
-        if worker not in self._engines:
-            self._engines[worker] = self._pipes.sender(f"engine.{worker}")
-        return self._engines[worker]
 
 
 def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:

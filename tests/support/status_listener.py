@@ -10,12 +10,13 @@ import msgspec
 
 from asyncengine.config import SidecarConfig
 from asyncengine.wire.answers import EngineStatus
+from asyncengine.wire.engine_pipes import ApiProcess
 from asyncengine.wire.pipes import Pipes
 from asyncengine.wire.sidecar import HEARTBEAT_SECONDS, Reporter, run_sidecar
 
 
 def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
-    inbox = pipes.receiver(f"engine.{config.index}", EngineStatus)
+    inbox = pipes.receiver(ApiProcess(config.index, config.life).pipe, EngineStatus)
     reporter.ready()
     with Path(os.environ["ASYNCENGINE_ORDERS"], "statuses").open("wb", buffering=0) as file:
         while True:

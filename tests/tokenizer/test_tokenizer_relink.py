@@ -1,4 +1,4 @@
-"""A tokenizer worker whose gpu_runner or whose detokenizers are lost and replaced."""
+"""A tokenizer worker whose gpu_runner, detokenizers or API workers are lost and replaced."""
 
 from __future__ import annotations
 
@@ -19,9 +19,20 @@ from asyncengine.config import EngineConfig, SidecarConfig
 from asyncengine.sampling import SamplingParams
 from asyncengine.wire.accounting import RingWriter, TurnRecord
 from asyncengine.wire.answers import Encoded, ToEngine
+from asyncengine.wire.engine_pipes import ApiProcess
 from asyncengine.wire.pipes import Pipes, Receiver, make_run_dir, pipe_name
 from asyncengine.wire.reports import Ready, ToSupervisor
-from asyncengine.wire.requests import Abort, EncodeChat, EncodeIds, EncodeText, Generate, Relink, Resume, ToRunner
+from asyncengine.wire.requests import (
+    Abort,
+    Detokenize,
+    EncodeChat,
+    EncodeIds,
+    EncodeText,
+    Generate,
+    Relink,
+    Resume,
+    ToRunner,
+)
 from asyncengine.wire.sidecar import write_config
 from tokenizer_proc.prompt_encoder import PromptEncoder
 from tokenizer_proc.token_service import TokenService
@@ -112,6 +123,27 @@ def test_a_resumed_request_is_dropped_when_the_choices_it_has_are_aborted(
         (Generate, 20),
         (Abort, 20),
     ]
+
+
+def test_what_a_lost_api_worker_sent_is_dropped_once_that_is_known(
+    make_worker: Callable[[int], Worker], place: Place
+) -> None:
+    runner, processes = place.runner(0), (ApiProcess(3), ApiProcess(3, 1))
+    old, new = (place.pipes.receiver(process.pipe, ToEngine) for process in processes)
+    (lost, successors), worker = (process.first_rid for process in processes), make_worker(0)
+    relink = Relink("api_worker", 3, 1)
+    worker.turn([text(lost), Detokenize(lost + 1, bytes(4)), relink])
+    arrived = receive(runner, 2)
+    assert (arrived[0].rid, arrived[1]) == (lost, relink)
+    worker.turn(
+        [text(lost + 2), text(successors), Detokenize(lost + 3, bytes(4)), Detokenize(successors + 1, bytes(4))]
+    )
+    assert [message.rid for message in receive(runner, 1)] == [successors]
+    encoded, answer = receive(new, 2)
+    assert (encoded.rids, answer.rid) == (np.array([successors], np.uint64).tobytes(), successors + 1)
+    assert worker.gauges()["dropped"] == 2
+    assert not runner.wait(20)
+    assert not old.pending()
 
 
 def test_requests_behind_the_news_go_to_the_new_gpu_runner_and_those_before_it_do_not(
