@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from attention import LLAMA, PAGE, QWEN, SMOLLM, Case, Shape, Step, decode_case
-from device import BYTES_PER_US, DEVICE, DTYPE, SMOKE
+from bench_device import BYTES_PER_US, DEVICE, DTYPE, SMOKE
 from graph_timer import median_us
 from torch import Tensor
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
-from device import SMOKE
+from bench_device import SMOKE
 
 Run = Callable[[], None]
 

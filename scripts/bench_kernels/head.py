@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from device import BYTES_PER_US, CANNOT_RUN, DEVICE, DTYPE, SMOKE
+from bench_device import BYTES_PER_US, CANNOT_RUN, DEVICE, DTYPE, SMOKE
 from graph_timer import median_us
 from linear import FLOPS_PER_US, MODELS, compile_all, random_normal
 from torch import Tensor

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from device import BYTES_PER_US, CANNOT_RUN, DEVICE, DTYPE, SMOKE
+from bench_device import BYTES_PER_US, CANNOT_RUN, DEVICE, DTYPE, SMOKE
 from graph_timer import GraphTimer, Run
 from linear_ways import CUBLAS, CUBLAS_TURNED, Linear, Way, compile_key, short, ways_of
 from stand_in_attention import stand_in_attention

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from device import BYTES_PER_US, DEVICE, DTYPE, SMOKE
+from bench_device import BYTES_PER_US, DEVICE, DTYPE, SMOKE
 from graph_timer import median_us
 from torch import Tensor
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from device import BYTES_PER_US, DEVICE, SMOKE
+from bench_device import BYTES_PER_US, DEVICE, SMOKE
 from graph_timer import median_us
 from torch import Tensor
 

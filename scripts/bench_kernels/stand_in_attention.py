@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from device import SMOKE
+from bench_device import SMOKE
 from torch import Tensor
 
 BLOCK = 1024
