@@ -97,10 +97,6 @@ class Executor:
         self._launched = 0
         self._in_flight: deque[tuple[StepPlan, RingSlot, Int32 | None]] = deque()
 
-    @property
-    def in_flight(self) -> int:
-        return len(self._in_flight)
-
     def launch(self, plan: StepPlan) -> None:
         """Hand a step to the device and return at once. Raises RuntimeError when two are in flight already; what the
         step itself raises comes out of `collect`.

@@ -40,8 +40,9 @@ class Fields:
             raise self._wrong(name, "a number above 0", value)
         return float(value)
 
-    def flag(self, name: str, default: bool) -> bool:
-        value = self._present(name, default)
+    def flag(self, name: str) -> bool:
+        """False when absent."""
+        value = self._present(name, False)
         if not isinstance(value, bool):
             raise self._wrong(name, "true or false", value)
         return value

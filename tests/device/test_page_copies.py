@@ -67,7 +67,7 @@ class Pages:
 @pytest.fixture
 def held() -> Iterator[tuple[Pages, Held]]:
     held = Held()
-    pages = Pages(WorkerStream("copies", prepare=lambda: None), held.copy)
+    pages = Pages(WorkerStream(prepare=lambda: None), held.copy)
     yield pages, held
     held.leave.release(100)
     pages.copies.close()
@@ -127,7 +127,7 @@ def test_what_copying_raises_comes_out_where_one_asks() -> None:
     def fail(memory: PageMemory, ids: PageIds) -> None:
         raise ValueError("the bus broke")
 
-    stream = WorkerStream("copies", prepare=lambda: None)
+    stream = WorkerStream(prepare=lambda: None)
     copies = Pages(stream, fail).copies
     copies.transfer(store(0, 1))
     with pytest.raises(ValueError, match="the bus broke"):
