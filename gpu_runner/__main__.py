@@ -63,20 +63,19 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
         grammar=grammar,
         life=config.life,
     )
-    account = StepAccount(RingWriter(config.run_dir, config.role, config.index, StepRecord))
-    # first, so that whoever hears "ready" has gauges
-    reporter.heartbeat(scheduler.gauges() | account.gauges())
+    loop = Loop(
+        scheduler=scheduler,
+        executor=executor,
+        inbox=inbox,
+        outbox=outbox,
+        reporter=reporter,
+        account=StepAccount(RingWriter(config.run_dir, config.role, config.index, StepRecord)),
+        grammar=grammar,
+    )
+    loop.heartbeat()  # first, so that whoever hears "ready" has gauges
     reporter.ready(executor.info)
     try:
-        Loop(
-            scheduler=scheduler,
-            executor=executor,
-            inbox=inbox,
-            outbox=outbox,
-            reporter=reporter,
-            account=account,
-            grammar=grammar,
-        ).run()
+        loop.run()
     finally:
         if grammar is not None:
             grammar.close()
