@@ -208,7 +208,6 @@ class Scheduler:
             self.queue.push(
                 Request(
                     rid=rid + place,
-                    group=rid,
                     tokens=tokens,
                     prompt_len=prompt_len,
                     params=params,
