@@ -14,6 +14,9 @@ from asyncengine.wire.grammar_messages import GrammarReady, ToGrammar
 from asyncengine.wire.pipes import Pipes, pipe_name
 from asyncengine.wire.sidecar import write_config
 
+START_SECONDS = 60.0
+"""What it may take until it is ready."""
+
 
 class GrammarProcess:
     """One process, started at once. It may be sent messages before it is ready. It dies with this one."""

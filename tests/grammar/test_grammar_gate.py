@@ -25,9 +25,10 @@ from asyncengine.wire.grammar_messages import (
 )
 from asyncengine.wire.pipes import Pipes, make_run_dir
 from asyncengine.wire.requests import Generate
-from gpu_runner.grammar.checker import CHECK_SECONDS, PATIENCE, START_SECONDS, GrammarChecker
+from gpu_runner.grammar.checker import CHECK_SECONDS, PATIENCE, GrammarChecker
 from gpu_runner.grammar.gate import GrammarGate
 from gpu_runner.grammar.matches import ANSWER_SECONDS, Matches
+from gpu_runner.grammar.process import START_SECONDS
 from gpu_runner.schedule.mask_work import MaskWork, OpenedRow
 from gpu_runner.schedule.masked_rows import MaskedRows
 from gpu_runner.schedule.running import Running
