@@ -19,7 +19,7 @@ import pytest
 from bench_kv_transfer import WAYS, CopyingEngine, measure_beside, measure_copies
 from bench_step import Engine
 from flags_page import flags, flags_page, subcommands
-from gpu_gaps import Gap, Interval, analyse, merged, overlaps, step_gaps
+from lanes.gaps import Gap, Interval, analyse, merged, overlaps, step_gaps
 from make_toy_tokenizer import toy_tokenizer
 from torch.autograd import DeviceType
 
