@@ -40,9 +40,8 @@ class Fields:
             raise self._wrong(name, "a number above 0", value)
         return float(value)
 
-    def flag(self, name: str) -> bool:
-        """False when absent."""
-        value = self._present(name, False)
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self._present(name, default)
         if not isinstance(value, bool):
             raise self._wrong(name, "true or false", value)
         return value
