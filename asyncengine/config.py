@@ -209,15 +209,15 @@ class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What gpu_runner hands a grammar process over its stdin.
 
     run_dir: where the sockets are. job: what it is for. incarnation: tells it from the one that was there before it, in
-    the name of its pipe and in what it says. eos_ids: the model's end-of-sequence tokens, at least one. mask_fd:
-    inherited memory of masks, [num_slots, mask_words] int32, bit i of a slot's words is token i; -1 where it writes
-    none. life: gpu_runner's.
+    the name of its pipe and in what it says; from 1 on. eos_ids: the model's end-of-sequence tokens, at least one.
+    mask_fd: inherited memory of masks, [num_slots, mask_words] int32, bit i of a slot's words is token i; -1 where it
+    writes none. life: gpu_runner's.
     """
 
     model_path: str
     run_dir: str
-    job: GrammarJob
-    incarnation: int
+    job: GrammarJob = "check"
+    incarnation: int = 0
     eos_ids: tuple[int, ...]
     mask_fd: int = -1
     num_slots: int = 0

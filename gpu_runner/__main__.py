@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncengine.config import SidecarConfig
+from asyncengine.config import GrammarConfig, SidecarConfig
 from asyncengine.wire.pipes import Pipes
 from asyncengine.wire.sidecar import Reporter, run_sidecar
 
@@ -14,7 +14,6 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
     from gpu_runner.accounting import StepAccount
     from gpu_runner.device.build import build_executor
     from gpu_runner.grammar.gate import GrammarGate
-    from gpu_runner.grammar.process import GrammarSetup
     from gpu_runner.inbox import Inbox
     from gpu_runner.loop import Loop
     from gpu_runner.outbox import Outbox
@@ -43,7 +42,7 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
     )
     grammar = None
     if executor.model_config.eos_ids and executor.masks.readable:
-        setup = GrammarSetup(
+        grammar_config = GrammarConfig(
             model_path=config.model_path,
             run_dir=config.run_dir,
             eos_ids=executor.model_config.eos_ids,
@@ -52,7 +51,7 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
             mask_words=executor.masks.words,
             life=config.life,
         )
-        grammar = GrammarGate(pipes=pipes, rows=scheduler.masked_rows, setup=setup)
+        grammar = GrammarGate(pipes=pipes, rows=scheduler.masked_rows, config=grammar_config)
     outbox = Outbox(pipes=pipes, detokenizers=engine.detokenizer_workers, life=config.life, lives=config.lives)
     inbox = Inbox(
         pipes=pipes,
@@ -63,20 +62,19 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
         grammar=grammar,
         life=config.life,
     )
-    account = StepAccount(RingWriter(config.run_dir, config.role, config.index, StepRecord))
-    # first, so that whoever hears "ready" has gauges
-    reporter.heartbeat(scheduler.gauges() | account.gauges())
+    loop = Loop(
+        scheduler=scheduler,
+        executor=executor,
+        inbox=inbox,
+        outbox=outbox,
+        reporter=reporter,
+        account=StepAccount(RingWriter(config.run_dir, config.role, config.index, StepRecord)),
+        grammar=grammar,
+    )
+    loop.heartbeat()  # first, so that whoever hears "ready" has gauges
     reporter.ready(executor.info)
     try:
-        Loop(
-            scheduler=scheduler,
-            executor=executor,
-            inbox=inbox,
-            outbox=outbox,
-            reporter=reporter,
-            account=account,
-            grammar=grammar,
-        ).run()
+        loop.run()
     finally:
         if grammar is not None:
             grammar.close()

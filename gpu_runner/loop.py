@@ -87,6 +87,10 @@ class Loop:
         self._has_host_pages = executor.host_pages > 0
         self._copies_begun = self._copies_done = -1  # tickets
 
+    def heartbeat(self) -> None:
+        gauges = self._scheduler.gauges() | self._account.gauges()
+        self._reporter.heartbeat(gauges | {"malformed": self._inbox.malformed})
+
     def run(self) -> None:
         """Serve until the process is told to stop (SystemExit from the signal handler)."""
         gc.collect()
@@ -117,7 +121,7 @@ class Loop:
             self._grammar.ask()
         if self._reporter.heartbeat_due():  # before the wait: what arrived shows without a step's delay
             enter(REPORT)
-            self._heartbeat()
+            self.heartbeat()
         result = None
         if self._in_flight and (plan is None or len(self._in_flight) == STEPS_IN_FLIGHT):
             enter(WAIT)
@@ -157,13 +161,10 @@ class Loop:
             self._account.rest(gc.collect)
             while not self._inbox.wait(_IDLE_MS):
                 if self._reporter.heartbeat_due():
-                    self._heartbeat()
+                    self.heartbeat()
                 self._scheduler.audit()
         elif self._scheduler.masked_rows.waiting:
             self._inbox.wait(_MASK_MS)
         elif stands:  # with requests that only lost pages can keep from running
             self._scheduler.audit()
             self._inbox.wait(_STANDSTILL_MS)
-
-    def _heartbeat(self) -> None:
-        self._reporter.heartbeat(self._scheduler.gauges() | self._account.gauges())

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from asyncengine.config import GrammarConfig
 from asyncengine.model_files import resolve_model
 from asyncengine.sampling import SamplingParams, Structured
 from asyncengine.tokenizer_file import load_tokenizer
@@ -27,7 +28,6 @@ from asyncengine.wire.pipes import Pipes, make_run_dir
 from asyncengine.wire.requests import Generate
 from gpu_runner.device.token_masks import TokenMasks
 from gpu_runner.grammar.gate import GrammarGate
-from gpu_runner.grammar.process import GrammarSetup
 from gpu_runner.schedule.plan import StepPlan, StepResult
 from gpu_runner.schedule.scheduler import Scheduler
 
@@ -69,16 +69,15 @@ class Bench:
         )
         slots = self.scheduler.slots.num_slots
         self.masks = TokenMasks(num_slots=slots, vocab=vocab, pinned=False)
-        setup = GrammarSetup(
+        config = GrammarConfig(
             model_path=model_path,
             run_dir=run_dir,
             eos_ids=(EOS,),
             mask_fd=self.masks.fd,
             num_slots=slots,
             mask_words=self.masks.words,
-            life=0,
         )
-        self.gate = GrammarGate(pipes=pipes, rows=self.scheduler.masked_rows, setup=setup)
+        self.gate = GrammarGate(pipes=pipes, rows=self.scheduler.masked_rows, config=config)
         self.random = np.random.default_rng(0)
 
     def admit(self, structured: Structured | None) -> None:

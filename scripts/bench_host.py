@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from asyncengine.config import PAGE_SIZE
 from asyncengine.sampling import SamplingParams
@@ -155,7 +154,6 @@ def _no_model(length: int) -> ModelConfig:
         layer_windows=(None,),
         max_position=length,
         eos_ids=(),
-        checkpoint_dtype=torch.float32,
         source="bench_host",
     )
 

@@ -51,7 +51,8 @@ class HostTimes(NamedTuple):
 class Engine:
     """Scheduler and executor of one model; `turn` is one round of the GPU loop."""
 
-    def __init__(self, model: Path, config: EngineConfig) -> None:
+    def __init__(self, model: Path, config: EngineConfig, *, graphs: bool = True) -> None:
+        """graphs: as of `build_executor`."""
         started = time.perf_counter()
         phases: dict[str, float] = {}
 
@@ -60,7 +61,7 @@ class Engine:
 
         self.config = config
         self.executor: Executor = build_executor(
-            config, str(model), progress, num_slots=num_slots_for(config.max_num_seqs)
+            config, str(model), progress, num_slots=num_slots_for(config.max_num_seqs), graphs=graphs
         )
         print(f"ready after {time.perf_counter() - started:.1f} s; phases began at", end=" ")
         print(", ".join(f"{name} {at:.1f} s" for name, at in phases.items()), flush=True)
@@ -77,8 +78,9 @@ class Engine:
         self.in_flight: deque[StepPlan] = deque()
         self.host_s = HostTimes(0.0, 0.0, 0.0)
 
-    def add(self, rid: int, prompt: np.ndarray, max_tokens: int) -> None:
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    def add(self, rid: int, prompt: np.ndarray, max_tokens: int, *, temperature: float = 0.0, **sampling: Any) -> None:
+        """sampling: as of `SamplingParams`."""
+        params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, **sampling)
         self.scheduler.add(rid=rid, prompt=prompt, params=params, max_tokens=max_tokens)
 
     def turn(self) -> StepPlan | None:
@@ -132,7 +134,7 @@ def measure_decode(engine: Engine, batch: int, context: int, steps: int) -> dict
     engine.drain()
     executor = engine.executor
     kv_bytes = batch * context * executor.model_config.kv_bytes_per_token(_dtype(executor))
-    floor = (executor.weight_bytes + kv_bytes) / MEMORY_BYTES_PER_S
+    floor = (executor.info.weight_bytes + kv_bytes) / MEMORY_BYTES_PER_S
     step = float(np.median(times))
     return {
         "batch": batch,

@@ -38,9 +38,9 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-from followed_streams import Streams
-from greedy_proof import Proof, ServerModel
-from server_processes import descendants, gpu_mib, gpu_runner, runs
+from recovery.followed_streams import Streams
+from recovery.greedy_proof import Proof, ServerModel
+from recovery.server_processes import descendants, gpu_mib, gpu_runner, runs
 
 from asyncengine.bench.command import vocabulary
 from asyncengine.client import AsyncClient

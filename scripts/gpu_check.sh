@@ -203,7 +203,7 @@ serve() {
     served "$name" "$model" || continue
     for run in "${!STREAMS[@]}"; do
       local label="serve-$name-${STREAMS[$run]}"
-      check "$label" "$PYTHON" scripts/bench_serving.py --url "$URL" --quiet --vocab "256:$VOCAB" --seed $((SEED += 1)) \
+      check "$label" "$PYTHON" -m asyncengine.cli bench --url "$URL" --quiet --vocab "256:$VOCAB" --seed $((SEED += 1)) \
         --concurrency "${STREAMS[$run]}" --requests "${REQUESTS[$run]}" --json "$OUT/$label.json"
       # of the run's last steps, from the rings of accounts
       check "host-${label#serve-}" "$PYTHON" scripts/profile_host.py --seconds 0 --out "$OUT/host-${label#serve-}"
@@ -242,7 +242,7 @@ classes() {
 class_run() {
   local out=$OUT/$name-$1.json
   check "classes-$name-$1" "$PYTHON" scripts/watch_step_time.py --url "$URL" --json "$OUT/steptime-$name-$1.json" -- \
-    "$PYTHON" scripts/bench_serving.py --url "$URL" --quiet --vocab "256:$VOCAB" --seed $((SEED += 1)) \
+    "$PYTHON" -m asyncengine.cli bench --url "$URL" --quiet --vocab "256:$VOCAB" --seed $((SEED += 1)) \
     --lengths "$CLASS_LENGTHS" --background "$2" --rate "$3" --requests "$4" --json "$out"
   [ -e "$out" ] && runs+=("$out")
 }

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from bench_step import DATA, Engine, measure_decode, prompts
-from gpu_gaps import Interval, Report, analyse
+from lanes.gaps import Interval, Report, analyse
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, Generic
 
 import numpy as np
-from host_timeline import Lane, Slice, Timeline, loop_slices, make_timeline, turn_slices
-from host_trace import trace_events
+from lanes.timeline import Lane, Slice, Timeline, loop_slices, make_timeline, turn_slices
+from lanes.trace import trace_events
 
 from asyncengine.run_dir import in_use
 from asyncengine.wire.accounting import SUFFIX, Record, RingError, RingReader, StepRecord, TurnRecord
@@ -209,7 +209,7 @@ def main() -> None:
     trace.write_text(json.dumps({"traceEvents": trace_events(timeline), "displayTimeUnit": "ns"}) + "\n")
     print(f"\nwrote {trace}, for https://ui.perfetto.dev")
     try:
-        from host_plot import plot
+        from lanes.plot import plot
     except ModuleNotFoundError as error:
         print(f"no picture: {error}")
         return

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import profile_host
 import pytest
-from gpu_gaps import Gap
-from host_timeline import NOTICE_US, ClockFit, Lane, Slice, Timeline, fit_clock, phases
-from host_trace import trace_events
+from lanes.gaps import Gap
+from lanes.timeline import NOTICE_US, ClockFit, Lane, Slice, Timeline, fit_clock, phases
+from lanes.trace import trace_events
 from support.recorded_rings import (
     COMMIT_US,
     DEVICE_CLOCK_NS,

@@ -21,9 +21,9 @@ import rate_at_load
 import watch_step_time
 from bench_gap import Streams
 from compare_with_simulation import COLUMNS, compared, described, simulated
-from followed_streams import Answer
-from followed_streams import Streams as FollowedStreams
-from greedy_proof import Proof
+from recovery.followed_streams import Answer
+from recovery.followed_streams import Streams as FollowedStreams
+from recovery.greedy_proof import Proof
 from simulation.replica import ReplicaConfig
 from simulation.step_model import Coefficients, StepModel
 from simulation.traces import OUTPUT_IDS, from_jobs

@@ -22,7 +22,7 @@ from bench_sampling import allow_all_but
 from bench_sampling import measure as measure_sampling
 from bench_step import Engine
 from flags_page import flags, flags_page, subcommands
-from gpu_gaps import Gap, Interval, analyse, merged, overlaps, step_gaps
+from lanes.gaps import Gap, Interval, analyse, merged, overlaps, step_gaps
 from make_toy_tokenizer import toy_tokenizer
 from torch.autograd import DeviceType
 
@@ -191,17 +191,17 @@ def test_without_a_gpu_the_check_says_so_and_a_wrong_part_is_named() -> None:
     assert "has no part nothing" in message
 
 
-STAND_IN = """#!/bin/sh
+STAND_IN = r"""#!/bin/sh
 case "$*" in
 *vocab_size*) echo 300 ;;
-*asyncengine.cli*)
+*asyncengine.cli\ serve*)
   sleep 60 &
   trap 'kill $!; exit 0' TERM
   echo "Ready: m at http://127.0.0.1:1"
   wait
   ;;
 *rate_at_load.py*) echo "10 5" ;;
-*bench_serving.py* | *bench_gap.py* | *check_recovery.py*) echo "$@" >>"$OUT/runs" ;;
+*asyncengine.cli\ bench* | *bench_gap.py* | *check_recovery.py*) echo "$@" >>"$OUT/runs" ;;
 esac
 """
 

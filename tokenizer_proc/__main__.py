@@ -1,3 +1,7 @@
+"""Runs one tokenizer worker: `python -m tokenizer_proc`, its configuration on stdin."""
+
+from __future__ import annotations
+
 from asyncengine.wire.sidecar import run_sidecar
 from tokenizer_proc.worker import serve
 

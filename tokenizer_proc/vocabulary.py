@@ -74,7 +74,7 @@ class Vocabulary:
 
     def count_tokens(self, text: str) -> int:
         """Tokens of `text` as part of a prompt; 0 when it cannot be encoded."""
-        (ids,) = self._encode([text], add_special_tokens=False)
+        ids = self.encode_text(text, add_special_tokens=False)
         return 0 if ids is None else len(ids)
 
     def _encode_marked(self, texts: Sequence[str], marker: str) -> list[Int32 | None]:

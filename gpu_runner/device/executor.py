@@ -74,15 +74,12 @@ class Executor:
         self.max_step_tokens = max_step_tokens
         self.max_model_len = info.max_model_len
         self.num_pages = info.num_pages
-        self.weight_bytes = info.weight_bytes
-        self.kv_cache_bytes = info.kv_cache_bytes
-        self.pages_per_seq = pages_per_seq
         self.host_pages = 0 if copies is None else copies.host_pages
         self.page_load_ns = page_load_ns
         self._copies = copies
         self._stream = stream
         self._paths = SamplingPaths(num_slots)
-        words = upload_words(num_slots=num_slots, pages_per_seq=self.pages_per_seq, max_step_tokens=max_step_tokens)
+        words = upload_words(num_slots=num_slots, pages_per_seq=pages_per_seq, max_step_tokens=max_step_tokens)
         self._step = step
         self._ring = [
             RingSlot.allocate(upload_words=words, num_slots=num_slots, pinned=pinned, mark=stream.mark())
@@ -96,10 +93,6 @@ class Executor:
         stream.submit(partial(step.connect, self._ring, self.masks))
         self._launched = 0
         self._in_flight: deque[tuple[StepPlan, RingSlot, Int32 | None]] = deque()
-
-    @property
-    def in_flight(self) -> int:
-        return len(self._in_flight)
 
     def launch(self, plan: StepPlan) -> None:
         """Hand a step to the device and return at once. Raises RuntimeError when two are in flight already; what the

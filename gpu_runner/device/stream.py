@@ -64,10 +64,10 @@ class WorkerStream:
     `prepare` runs in the thread first: what torch keeps per thread is set there.
     """
 
-    def __init__(self, name: str, prepare: Work) -> None:
+    def __init__(self, prepare: Work) -> None:
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._guard = _Guard()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="cpu-device", daemon=True)
         self._thread.start()
         self.submit(prepare)
 

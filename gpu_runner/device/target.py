@@ -44,4 +44,4 @@ def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
 def make_stream(device: torch.device) -> Stream:
     if device.type == "cuda":
         return CudaStream(device)
-    return WorkerStream("cpu-device", prepare=partial(torch.set_num_threads, usable_cores()))
+    return WorkerStream(prepare=partial(torch.set_num_threads, usable_cores()))

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
-import tempfile
 
 import numpy as np
 import torch
@@ -33,21 +31,12 @@ class TokenMasks:
         """pinned: whether a GPU is going to read it."""
         self.words = mask_words(vocab)
         size = 4 * num_slots * self.words
-        self.fd = _shared_memory(size)
+        self.fd = os.memfd_create("token-masks")
+        """A child may inherit it."""
+        os.ftruncate(self.fd, size)
         self.array: Int32 = np.frombuffer(mmap.mmap(self.fd, size), np.int32).reshape(num_slots, self.words)
         self.tensor: Tensor = torch.from_numpy(self.array)
         """Of the same memory; [num_slots, words] int32."""
         self.readable = not pinned or register(self, self.tensor.data_ptr(), size)
         """Whether the device can read them. Where it cannot, as in a container that locks no memory, no row may be
         constrained; nothing else is amiss."""
-
-
-def _shared_memory(size: int) -> int:
-    """A descriptor of zeroed memory that a child may inherit."""
-    if sys.platform == "linux":
-        fd = os.memfd_create("token-masks")
-    else:
-        with tempfile.TemporaryFile() as file:
-            fd = os.dup(file.fileno())
-    os.ftruncate(fd, size)
-    return fd

@@ -14,13 +14,12 @@ from asyncengine.errors import EngineError, InvalidRequestError
 from asyncengine.sampling import Structured
 from asyncengine.wire.grammar_messages import CheckGrammar, FromGrammar, GrammarChecked
 from asyncengine.wire.requests import Generate
-from gpu_runner.grammar.process import GrammarProcess
+from gpu_runner.grammar.process import START_SECONDS, GrammarProcess
 
 CHECK_SECONDS = 2.0
 """CPU time that a check may take. On a busy machine it may last `PATIENCE` times as long."""
 PATIENCE = 10
 _AGAIN_SECONDS = 0.05
-START_SECONDS = 60.0
 KNOWN_VERDICTS = 256
 
 Settled = tuple[Generate, EngineError | None]

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import time
 
-from asyncengine.config import GrammarJob, ServiceClass
+import msgspec
+
+from asyncengine.config import GrammarConfig, GrammarJob, ServiceClass
 from asyncengine.errors import EngineError
 from asyncengine.wire.grammar_messages import FromGrammar
 from asyncengine.wire.pipes import Pipes, Receiver, pipe_name
 from asyncengine.wire.requests import Generate
 from gpu_runner.grammar.checker import GrammarChecker
 from gpu_runner.grammar.matches import Matches
-from gpu_runner.grammar.process import GrammarProcess, GrammarSetup
+from gpu_runner.grammar.process import GrammarProcess
 from gpu_runner.schedule.masked_rows import MaskedRows
 
 
 class GrammarGate:
     """A request's structure is checked before it is queued, in one process; its masks come from another."""
 
-    def __init__(self, *, pipes: Pipes, rows: MaskedRows, setup: GrammarSetup) -> None:
-        self.receiver: Receiver = pipes.receiver(pipe_name("runner.grammar", setup.life), FromGrammar)
+    def __init__(self, *, pipes: Pipes, rows: MaskedRows, config: GrammarConfig) -> None:
+        """config: of its processes, but for `job` and `incarnation`."""
+        self.receiver: Receiver = pipes.receiver(pipe_name("runner.grammar", config.life), FromGrammar)
         self._pipes = pipes
         self._rows = rows
-        self._setup = setup
+        self._config = config
         self._started = 0
         self._checker = GrammarChecker(lambda: self._start("check"))
-        self._matches = Matches(rows, lambda: self._start("match"), num_slots=setup.num_slots)
+        self._matches = Matches(rows, lambda: self._start("match"), num_slots=config.num_slots)
         # rids of choices that wait for a verdict
         self._parked: dict[ServiceClass, set[int]] = {"interactive": set(), "background": set()}
 
@@ -94,4 +97,5 @@ class GrammarGate:
 
     def _start(self, job: GrammarJob) -> GrammarProcess:
         self._started += 1
-        return GrammarProcess(self._pipes, self._setup, job, self._started)
+        config = msgspec.structs.replace(self._config, job=job, incarnation=self._started)
+        return GrammarProcess(self._pipes, config)

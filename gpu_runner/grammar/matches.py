@@ -17,13 +17,12 @@ import numpy as np
 
 from asyncengine.sampling import Structured
 from asyncengine.wire.grammar_messages import AdvanceMatches, FromGrammar, MasksReady, MatchFailed, OpenMatch
-from gpu_runner.grammar.process import GrammarProcess
+from gpu_runner.grammar.process import START_SECONDS, GrammarProcess
 from gpu_runner.schedule.mask_work import MaskWork
 from gpu_runner.schedule.plan import Int32
 
 ANSWER_SECONDS = 10.0
 """Without any answer for so long the process is taken for lost. What was checked needs a hundredth."""
-START_SECONDS = 60.0
 ALIVE_SECONDS = 0.05
 """How often to look whether the process lives, while it owes answers."""
 _NOBODY = -1

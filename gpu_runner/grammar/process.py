@@ -5,54 +5,32 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from asyncengine.config import GrammarConfig, GrammarJob
+from asyncengine.config import GrammarConfig
 from asyncengine.wire.grammar_messages import GrammarReady, ToGrammar
 from asyncengine.wire.pipes import Pipes, pipe_name
 from asyncengine.wire.sidecar import write_config
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrammarSetup:
-    """What all grammar processes of a gpu_runner have in common; see `GrammarConfig`."""
-
-    model_path: str
-    run_dir: str
-    eos_ids: tuple[int, ...]
-    mask_fd: int
-    num_slots: int
-    mask_words: int
-    life: int
+START_SECONDS = 60.0
+"""What it may take until it is ready."""
 
 
 class GrammarProcess:
     """One process, started at once. It may be sent messages before it is ready. It dies with this one."""
 
-    def __init__(self, pipes: Pipes, setup: GrammarSetup, job: GrammarJob, incarnation: int) -> None:
-        self.incarnation = incarnation
+    def __init__(self, pipes: Pipes, config: GrammarConfig) -> None:
+        self.incarnation = config.incarnation
         self.ready = False
         self._pipes = pipes
-        self._sender = pipes.sender(pipe_name(f"grammar.{self.incarnation}", setup.life))
-        config = GrammarConfig(
-            model_path=setup.model_path,
-            run_dir=setup.run_dir,
-            job=job,
-            incarnation=self.incarnation,
-            eos_ids=setup.eos_ids,
-            mask_fd=setup.mask_fd,
-            num_slots=setup.num_slots,
-            mask_words=setup.mask_words,
-            life=setup.life,
-        )
+        self._sender = pipes.sender(pipe_name(f"grammar.{self.incarnation}", config.life))
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "gpu_runner.grammar.child"],
             stdin=subprocess.PIPE,
             stdout=2,
-            pass_fds=(setup.mask_fd,),
+            pass_fds=(config.mask_fd,),
         )
         assert self._process.stdin is not None
         write_config(self._process.stdin, config)  # fits into the pipe, so that nobody waits

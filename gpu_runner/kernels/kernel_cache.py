@@ -9,17 +9,15 @@ from pathlib import Path
 from triton import knobs
 
 
-def use_writable_cache(fallback: Path | None = None) -> Path:
+def use_writable_cache() -> Path:
     """Have Triton keep kernels in a folder that this process can write, and return it: the one it is configured to
-    (TRITON_CACHE_DIR, ~/.triton/cache), or where that is read-only or there is no home, `fallback`.
-
-    fallback: None is a folder of this user's in the temporary directory. Where somebody else may have written to it, it
-    is not used: what is in a cache is run.
+    (TRITON_CACHE_DIR, ~/.triton/cache), or where that is read-only or there is no home, one of this user's in the
+    temporary directory. Where somebody else may have written to that, it is not used: what is in a cache is run.
     """
     configured = Path(knobs.cache.dir)
     if _can_write(configured):
         return configured
-    chosen = fallback or Path(tempfile.gettempdir()) / f"asyncengine-kernels-{os.geteuid()}"
+    chosen = Path(tempfile.gettempdir()) / f"asyncengine-kernels-{os.geteuid()}"
     if not (_can_write(chosen) and _is_private(chosen)):
         chosen = Path(tempfile.mkdtemp(prefix="asyncengine-kernels-"))
     knobs.cache.dir = str(chosen)

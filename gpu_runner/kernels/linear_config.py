@@ -82,9 +82,9 @@ _ALONE_FLOAT32 = TileConfig(tokens=32, rows=32, block_k=64, stages=2, num_warps=
 ROW_BYTES = 16
 """The tensor memory accelerator takes rows of a multiple of these."""
 
-# From the output of `scripts/bench_kernels/linear.py` and `prefill_gate_up.py` for Qwen3-0.6B and Llama-3.1-8B; K below
-# 1024 is SmolLM2's. The first row that holds the shape counts; None for cuBLAS. A row's block_k (of multiply-adds),
-# split_k and prefetch_k are the most that the layer may get.
+# From the output of `scripts/bench_kernels/linear.py` for Qwen3-0.6B and Llama-3.1-8B; K below 1024 is SmolLM2's. The
+# first row that holds the shape counts; None for cuBLAS. A row's block_k (of multiply-adds), split_k and prefetch_k are
+# the most that the layer may get.
 CUTS: tuple[tuple[int, int, int, LinearConfig | None], ...] = (
     # Tokens, k and n at most.
     # One or two tokens: multiply-adds, whose first weights are asked for before the wait.

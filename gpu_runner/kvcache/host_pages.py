@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from asyncengine.config import PAGE_SIZE
-from gpu_runner.kvcache.pages import DUMMY_PAGE, Int32, IntegrityError, PagePool
+from gpu_runner.kvcache.pages import DUMMY_PAGE, Int32, PagePool, require
 from gpu_runner.kvcache.radix import Match, Node, RadixTree
 
 
@@ -35,8 +35,7 @@ class HostPool(PagePool):
 
     def check_integrity(self, held: Int32 | None = None) -> None:
         super().check_integrity(held)
-        if self._filled_by[DUMMY_PAGE]:
-            raise IntegrityError("a copy fills the dummy page")
+        require(not self._filled_by[DUMMY_PAGE], "a copy fills the dummy page")
 
 
 class HostTree(RadixTree):
@@ -80,7 +79,5 @@ class HostTree(RadixTree):
 
     def hold(self, node: Node, ticket: int) -> None:
         """Keep the pages from the start to the node's end until the copy `ticket` is done."""
-        at: Node | None = node
-        while at is not None:
+        for at in node.up():
             at.epoch = max(at.epoch, ticket)
-            at = at.parent

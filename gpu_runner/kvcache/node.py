@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from asyncengine.config import PAGE_SIZE
-from gpu_runner.kvcache.pages import Int32, IntegrityError
+from gpu_runner.kvcache.pages import Int32, IntegrityError, require
 
 REMOVED = -1
 """The lock count of a node that left its tree."""
@@ -53,14 +53,16 @@ class Node:
         """What the parent finds this node by."""
         return self.tokens[:PAGE_SIZE].tobytes()
 
-    def path(self) -> list[Node]:
-        """The nodes from below the root to this one."""
-        nodes = []
-        node = self
-        while node.parent is not None:
-            nodes.append(node)
+    def up(self) -> Iterator[Node]:
+        """This node, its parent, and so on to the root."""
+        node: Node | None = self
+        while node is not None:
+            yield node
             node = node.parent
-        return nodes[::-1]
+
+    def path(self) -> list[Node]:
+        """The nodes from the root to this one."""
+        return list(self.up())[::-1]
 
     def descendants(self) -> Iterator[Node]:
         """All nodes below, parents before children; no recursion, since a chain may be long."""
@@ -138,12 +140,6 @@ class RecencyList:
     def _link(node: Node, before: Node, following: Node) -> None:
         node.prev, node.next = before, following
         before.next = following.prev = node
-
-
-def require(holds: bool, otherwise: str) -> None:
-    """Raise `IntegrityError` with the message unless the invariant holds."""
-    if not holds:
-        raise IntegrityError(otherwise)
 
 
 def _linked(node: Node | None) -> Node:

@@ -19,6 +19,12 @@ class IntegrityError(AssertionError):
     """The cache's bookkeeping contradicts itself: a bug, never bad input."""
 
 
+def require(holds: bool | np.bool_, otherwise: str) -> None:
+    """Raise `IntegrityError` with the message unless the invariant holds."""
+    if not holds:
+        raise IntegrityError(otherwise)
+
+
 class PagePool:
     """Reference-counted pages on a stack, freed only after the last step that may touch them.
 
@@ -111,34 +117,33 @@ class PagePool:
         free = self._stack[: self.num_free]
         deferred = np.concatenate(self._deferred) if self._deferred else np.empty(0, dtype=np.int32)
         referenced = np.flatnonzero(self._refcount)
-        if self._refcount.min() < 0:
-            raise IntegrityError(f"negative reference counts: pages {np.flatnonzero(self._refcount < 0).tolist()}")
-        if self.num_deferred != len(deferred):
-            raise IntegrityError(f"num_deferred is {self.num_deferred}, but {len(deferred)} pages are deferred")
+        negative = np.flatnonzero(self._refcount < 0)
+        require(not len(negative), f"negative reference counts: pages {negative.tolist()}")
+        told = self.num_deferred
+        require(told == len(deferred), f"num_deferred is {told}, but {len(deferred)} pages are deferred")
         states = np.concatenate((free, deferred, referenced), dtype=np.int64)
-        if states.min(initial=1) < 0 or states.max(initial=0) >= self.num_pages:
-            raise IntegrityError(f"page ids outside 0..{self.num_pages - 1} among {states.tolist()}")
+        outside = states[(states < 0) | (states >= self.num_pages)]
+        require(not len(outside), f"page ids outside 0..{self.num_pages - 1}: {outside.tolist()}")
         times_seen = np.bincount(states, minlength=self.num_pages)
-        if times_seen[DUMMY_PAGE]:
-            raise IntegrityError("the dummy page is free, deferred or referenced")
+        require(not times_seen[DUMMY_PAGE], "the dummy page is free, deferred or referenced")
         wrong = np.flatnonzero(times_seen[1:] != 1) + 1
-        if len(wrong):
-            raise IntegrityError(
-                f"{len(free)} free + {len(deferred)} deferred + {len(referenced)} referenced pages of "
-                f"{self.num_pages - 1}: pages {wrong.tolist()} are in {times_seen[wrong].tolist()} states instead of 1"
-            )
-        if (self._last_epoch[free] > self.completed_epoch).any():
-            raise IntegrityError(f"a page is free before its last step; {self.completed_epoch} steps are complete")
-        if (self._last_epoch[deferred] <= self.completed_epoch).any():
-            raise IntegrityError(f"a page is deferred past its last step; {self.completed_epoch} steps are complete")
+        require(
+            not len(wrong),
+            f"{len(free)} free + {len(deferred)} deferred + {len(referenced)} referenced pages of "
+            f"{self.num_pages - 1}: pages {wrong.tolist()} are in {times_seen[wrong].tolist()} states instead of 1",
+        )
+        done = self.completed_epoch
+        require((self._last_epoch[free] <= done).all(), f"a page is free before its last step; {done} are complete")
+        late = self._last_epoch[deferred] > done
+        require(late.all(), f"a page is deferred past its last step; {done} are complete")
         if held is not None:
             expected = np.bincount(held, minlength=self.num_pages)
             wrong = np.flatnonzero(expected != self._refcount)
-            if len(wrong):
-                raise IntegrityError(
-                    f"pages {wrong.tolist()} have reference counts {self._refcount[wrong].tolist()}, "
-                    f"but their owners hold {expected[wrong].tolist()}"
-                )
+            require(
+                not len(wrong),
+                f"pages {wrong.tolist()} have reference counts {self._refcount[wrong].tolist()}, "
+                f"but their owners hold {expected[wrong].tolist()}",
+            )
 
     def _push(self, pages: Int32) -> int:
         count = len(pages)

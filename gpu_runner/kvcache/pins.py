@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncengine.config import PAGE_SIZE
-from gpu_runner.kvcache.node import Node, require
-from gpu_runner.kvcache.pages import Int32
+from gpu_runner.kvcache.node import Node
+from gpu_runner.kvcache.pages import Int32, require
 from gpu_runner.kvcache.radix import RadixTree
 
 ALL_TENANTS_SHARE = 0.5
@@ -140,13 +140,8 @@ def ends_soonest(sessions: Iterable[Session]) -> Session:
     return min(sessions, key=lambda session: session.order)
 
 
-def _path(node: Node | None) -> tuple[Int32, list[int]]:
+def _path(node: Node) -> tuple[Int32, list[int]]:
     """Tokens and pages from the start of what is cached to the end of `node`, which must be held."""
-    tokens: list[Int32] = []
-    pages: list[Int32] = []
-    while node is not None:
-        require(node.lock_count > 0, "a pinned node may be evicted")
-        tokens.append(node.tokens)
-        pages.append(node.pages)
-        node = node.parent
-    return np.concatenate(tokens[::-1]), np.concatenate(pages[::-1]).tolist()
+    path = node.path()
+    require(all(part.lock_count > 0 for part in path), "a pinned node may be evicted")
+    return np.concatenate([part.tokens for part in path]), np.concatenate([part.pages for part in path]).tolist()

@@ -18,13 +18,14 @@ returns at once although the collector is off in the loop.
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
 
 from asyncengine.config import PAGE_SIZE
-from gpu_runner.kvcache.node import REMOVED, Node, RecencyList, require
-from gpu_runner.kvcache.pages import Int32, IntegrityError, PagePool
+from gpu_runner.kvcache.node import REMOVED, Node, RecencyList
+from gpu_runner.kvcache.pages import Int32, PagePool, require
 
 __all__ = ["Match", "Node", "RadixTree", "common_length"]
 
@@ -40,7 +41,6 @@ class RadixTree:
     """Cached prefixes over the pages of `pool`; the tree holds one reference to each page it names."""
 
     def __init__(self, pool: PagePool) -> None:
-        self.num_evict_visits = 0  # nodes looked at by all evictions so far: what eviction costs
         self._pool = pool
         self._clock = 0
         self.start_over()
@@ -70,15 +70,12 @@ class RadixTree:
 
     def lock(self, node: Node) -> None:
         """Keep the node and its ancestors from eviction. Raises `IntegrityError` if it has been evicted already."""
-        if node.lock_count == REMOVED:
-            raise IntegrityError("a node was locked after it had left the tree")
-        at: Node | None = node
-        while at is not None:
+        require(node.lock_count != REMOVED, "a node was locked after it had left the tree")
+        for at in node.up():
             if at.lock_count == 0 and at.parent is not None:
                 self._lru.remove(at)
                 self.num_evictable -= len(at.pages)
             at.lock_count += 1
-            at = at.parent
 
     def unlock(self, node: Node, epoch: int) -> Node:
         """Undo one `lock(node)`; steps up to `epoch`, the last launched, may still read the pages. Touches the path.
@@ -87,52 +84,40 @@ class RadixTree:
         A node that nobody holds any more and that was last used together with its only child is merged into it, so
         that a prompt cached chunk by chunk does not stay a chain of small nodes.
         """
-        if node.lock_count < 1:
-            raise IntegrityError("a node was unlocked more often than locked")
+        require(node.lock_count > 0, "a node was unlocked more often than locked")
         used_as_one = len(node.children) == 1 and next(iter(node.children.values())).last_use == node.last_use
         self._clock += 1
-        at: Node | None = node
-        while at is not None:
+        for at in node.up():
             at.lock_count -= 1
             at.epoch = max(at.epoch, epoch)
             at.last_use = self._clock
             if at.lock_count == 0 and at.parent is not None:
                 self._lru.append(at)
                 self.num_evictable += len(at.pages)
-            at = at.parent
         return self._merge_into_only_child(node) if used_as_one else node
 
     def pin(self, node: Node, owner: str) -> int:
         """Lock the node for longer than a row runs. Returns how many more pages `owner` has pinned now."""
         num_new = self.num_unpinned(node, owner)
         self.lock(node)
-        at: Node | None = node
-        while at is not None:
+        for at in node.up():
             at.pins[owner] = at.pins.get(owner, 0) + 1
-            at = at.parent
         return num_new
 
     def unpin(self, node: Node, owner: str) -> int:
         """Undo one `pin(node, owner)`. Returns how many fewer pages `owner` has pinned now."""
         num_gone = 0
-        at: Node | None = node
-        while at is not None:
+        for at in node.up():
             at.pins[owner] -= 1
             if not at.pins[owner]:
                 del at.pins[owner]
                 num_gone += len(at.pages)
-            at = at.parent
         self.unlock(node, 0)  # no step has read the pages for the pin's sake
         return num_gone
 
     def num_unpinned(self, node: Node, owner: str) -> int:
         """How many pages up to the node's end `owner` has not pinned."""
-        count = 0
-        at: Node | None = node
-        while at is not None and owner not in at.pins:
-            count += len(at.pages)
-            at = at.parent
-        return count
+        return sum(len(at.pages) for at in takewhile(lambda at: owner not in at.pins, node.up()))
 
     def insert(self, namespace: str, tokens: Int32, pages: Int32) -> Node:
         """Make `tokens` [k * PAGE_SIZE] cached and return the node that ends with them, unlocked where it is new.
@@ -161,7 +146,6 @@ class RadixTree:
         for node in self._lru:
             if freed >= count:
                 break
-            self.num_evict_visits += 1
             if not node.children and node.epoch <= self._pool.completed_epoch:
                 while freed < count and len(node.pages):
                     freed += self._cut_tail(node, count - freed)

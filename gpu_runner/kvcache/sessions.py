@@ -23,8 +23,7 @@ import heapq
 from collections.abc import Callable
 
 from asyncengine.terms import Terms
-from gpu_runner.kvcache.node import require
-from gpu_runner.kvcache.pages import Int32
+from gpu_runner.kvcache.pages import Int32, require
 from gpu_runner.kvcache.pins import Pins, Session, ends_soonest
 from gpu_runner.kvcache.radix import common_length
 

@@ -58,7 +58,7 @@ class ModelConfig:
 
     source: the file, for error messages. layer_windows: per layer, how many last positions a token sees (itself
     included), None for all. max_position: the context length in tokens the model was made for. eos_ids: ids that end a
-    sequence. checkpoint_dtype: of the stored weights; a quantised file says float16, the type of its scales.
+    sequence.
     """
 
     source: str
@@ -75,7 +75,6 @@ class ModelConfig:
     layer_windows: tuple[int | None, ...]
     max_position: int
     eos_ids: tuple[int, ...]
-    checkpoint_dtype: torch.dtype
     qk_norm: bool = False
     qkv_bias: bool = False
     o_bias: bool = False

@@ -40,7 +40,7 @@ class Fields:
             raise self._wrong(name, "a number above 0", value)
         return float(value)
 
-    def flag(self, name: str, default: bool) -> bool:
+    def flag(self, name: str, default: bool = False) -> bool:
         value = self._present(name, default)
         if not isinstance(value, bool):
             raise self._wrong(name, "true or false", value)

@@ -163,7 +163,6 @@ def _config(source: str, header: GGUFHeader, family: Family, rope_divisors: Tens
         layer_windows=traits.layer_windows or (None,) * num_layers,
         max_position=fields.count("context_length"),
         eos_ids=tuple(dict.fromkeys(token for key in EOS_KEYS for token in general.ids(key))),
-        checkpoint_dtype=_stored_dtype(header),
         qk_norm=traits.qk_norm,
         qkv_bias=traits.qkv_bias,
         o_bias=traits.o_bias,
@@ -179,12 +178,3 @@ def _rope(fields: Fields, divisors: Tensor | None) -> RopeConfig:
     factor = fields.positive("rope.scaling.factor", 1.0) if kind == "linear" else 1.0
     per_pair = None if divisors is None else tuple(divisors.tolist())
     return RopeConfig(base=fields.positive("rope.freq_base", 10000.0), linear=factor, divisors=per_pair)
-
-
-def _stored_dtype(header: GGUFHeader) -> torch.dtype:
-    kinds = {info.kind for info in header.tensors.values() if len(info.shape) > 1}
-    if kinds <= {GGMLQuantizationType.F32}:
-        return torch.float32
-    if kinds <= {GGMLQuantizationType.F32, GGMLQuantizationType.BF16}:
-        return torch.bfloat16
-    return torch.float16

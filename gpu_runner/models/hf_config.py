@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-import torch
 
 from asyncengine.errors import StartupError
 from gpu_runner.models.config import MAX_LAYERS, Llama3Scaling, ModelConfig, RopeConfig
@@ -15,7 +14,6 @@ from gpu_runner.models.fields import Fields
 
 MAX_JSON_BYTES = 16 * 1024 * 1024
 
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _SILU_NAMES = ("silu", "swish")
 _ROPE_TYPES = ("default", "linear", "llama3")
 
@@ -50,12 +48,11 @@ def read_hf_config(folder: Path, families: Sequence[Family]) -> ModelConfig:
         layer_windows=traits.layer_windows or (None,) * num_layers,
         max_position=fields.count("max_position_embeddings"),
         eos_ids=_eos_ids(folder, fields),
-        checkpoint_dtype=_dtype(fields),
         qk_norm=traits.qk_norm,
         qkv_bias=traits.qkv_bias,
         o_bias=traits.o_bias,
         mlp_bias=traits.mlp_bias,
-        tied_embeddings=fields.flag("tie_word_embeddings", False),
+        tied_embeddings=fields.flag("tie_word_embeddings"),
     )
 
 
@@ -109,10 +106,3 @@ def _eos_ids(folder: Path, fields: Fields) -> tuple[int, ...]:
     path = folder / "generation_config.json"
     generation = _read_fields(path).ids("eos_token_id") if path.is_file() else ()
     return tuple(dict.fromkeys(generation + fields.ids("eos_token_id")))
-
-
-def _dtype(fields: Fields) -> torch.dtype:
-    name = fields.text("dtype", fields.text("torch_dtype", "float32")).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise StartupError(f"{fields.source}: dtype {name!r} is not supported; {', '.join(_DTYPES)} are")
-    return _DTYPES[name]

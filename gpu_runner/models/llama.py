@@ -9,8 +9,8 @@ from gpu_runner.models.fields import Fields
 
 
 def _from_hf(fields: Fields) -> Traits:
-    bias = fields.flag("attention_bias", False)
-    return Traits(qkv_bias=bias, o_bias=bias, mlp_bias=fields.flag("mlp_bias", False))
+    bias = fields.flag("attention_bias")
+    return Traits(qkv_bias=bias, o_bias=bias, mlp_bias=fields.flag("mlp_bias"))
 
 
 def _from_gguf(tensors: Set[str]) -> Traits:

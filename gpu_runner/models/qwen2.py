@@ -8,7 +8,7 @@ from gpu_runner.models.fields import Fields
 
 def _from_hf(fields: Fields) -> Traits:
     windows = windows_of_layers(
-        fields, used=fields.flag("use_sliding_window", False), from_layer=fields.count("max_window_layers", 28)
+        fields, used=fields.flag("use_sliding_window"), from_layer=fields.count("max_window_layers", 28)
     )
     return Traits(qkv_bias=True, layer_windows=windows)
 

@@ -7,9 +7,9 @@ from gpu_runner.models.fields import Fields
 
 
 def _from_hf(fields: Fields) -> Traits:
-    bias = fields.flag("attention_bias", False)
+    bias = fields.flag("attention_bias")
     windows = windows_of_layers(
-        fields, used=fields.flag("use_sliding_window", False), from_layer=fields.count("max_window_layers", 28)
+        fields, used=fields.flag("use_sliding_window"), from_layer=fields.count("max_window_layers", 28)
     )
     return Traits(qk_norm=True, qkv_bias=bias, o_bias=bias, layer_windows=windows)
 

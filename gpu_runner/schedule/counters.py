@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Counters:
-    """Rows, tokens and preemptions, and how often the cache started over because its bookkeeping was wrong."""
+    """Rows, tokens and preemptions, and how often the cache started over because its bookkeeping was wrong. Gauges have
+    the same names."""
 
     preemptions: int = 0
     prefill_tokens: int = 0

@@ -25,7 +25,7 @@ import numpy as np
 
 from asyncengine.config import PAGE_SIZE
 from gpu_runner.kvcache.host_pages import HostPool, HostTree
-from gpu_runner.kvcache.pages import IntegrityError, PagePool
+from gpu_runner.kvcache.pages import PagePool, require
 from gpu_runner.kvcache.radix import Match, Node, RadixTree
 from gpu_runner.schedule.plan import Int32
 from gpu_runner.schedule.slots import Slots
@@ -271,14 +271,13 @@ class HostTier:
     def check_integrity(self) -> None:
         self.tree.check_integrity()
         self.tree.pool.check_integrity(self.tree.pages_held())
-        if self._storing != sum(len(batch.stored) for batch in self._in_flight):
-            raise IntegrityError(f"{self._storing} pages are said to be in stores that are in flight")
+        storing = sum(len(batch.stored) for batch in self._in_flight)
+        require(storing == self._storing, f"{storing} pages are in stores that are in flight, not {self._storing}")
         nodes = [node for batch in self._in_flight for node in batch.loaded] + self._loading
-        if any(node.lock_count < 1 for node in nodes):
-            raise IntegrityError("a prefix that is being loaded is not locked")
-        tickets = [batch.ticket for batch in self._in_flight]
-        if tickets != list(range(self.done_ticket + 1, self.ticket)):
-            raise IntegrityError(f"batches {tickets} are in flight; {self.done_ticket} is done, {self.ticket} is next")
+        require(all(node.lock_count > 0 for node in nodes), "a prefix that is being loaded is not locked")
+        tickets, done, following = [batch.ticket for batch in self._in_flight], self.done_ticket, self.ticket
+        expected = list(range(done + 1, following))
+        require(tickets == expected, f"batches {tickets} are in flight; {done} is done, {following} is next")
 
 
 def _joined(runs: list[Int32]) -> Int32:

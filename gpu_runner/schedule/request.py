@@ -22,18 +22,16 @@ Family = tuple[int, str, bytes]
 class Request:
     """One choice of one request.
 
-    group: the request's first rid, shared by its choices. tokens: its prompt and, where it goes on after a loss, the
-    output that it has; shown: as in `Resume`. arrival: order of arrival, unique. slot: -1 until the request has run; a
-    retracted request keeps its slot, its tokens so far and its place in the detokenizer. queued_ns, started_ns: when it
-    came and when it was first planned, by the scheduler's clock; 0 = not yet. ticket: tells its stays in the queue
-    apart. aged: it was overtaken as often as may be, so that its turn came before the policy's. account: its tenant's,
-    in `Tenants`; -1 = none yet. overtaken: requests that started before the rest of its prompt since it had a chunk.
-    family: what it waits with, if its prompt is long enough. session_tokens, session_common: as in `Open`, from when it
-    started.
+    tokens: its prompt and, where it goes on after a loss, the output that it has; shown: as in `Resume`. arrival: order
+    of arrival, unique. slot: -1 until the request has run; a retracted request keeps its slot, its tokens so far and
+    its place in the detokenizer. queued_ns, started_ns: when it came and when it was first planned, by the scheduler's
+    clock; 0 = not yet. ticket: tells its stays in the queue apart. aged: it was overtaken as often as may be, so that
+    its turn came before the policy's. account: its tenant's, in `Tenants`; -1 = none yet. overtaken: requests that
+    started before the rest of its prompt since it had a chunk. family: what it waits with, if its prompt is long
+    enough. session_tokens, session_common: as in `Open`, from when it started.
     """
 
     rid: int
-    group: int
     tokens: NDArray[np.int32]  # [prompt_len + output it has]
     prompt_len: int
     params: SamplingParams

@@ -23,6 +23,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 
 import numpy as np
 
@@ -38,7 +39,6 @@ from gpu_runner.schedule.counters import Counters
 from gpu_runner.schedule.decode import Decode
 from gpu_runner.schedule.departures import Departures
 from gpu_runner.schedule.host_tier import NO_HOST_GAUGES, recompute_ns
-from gpu_runner.schedule.limits import total_tokens
 from gpu_runner.schedule.masked_rows import MaskedRows
 from gpu_runner.schedule.plan import Int32, StepPlan, StepResult
 from gpu_runner.schedule.plan_builder import PlanBuilder
@@ -49,6 +49,7 @@ from gpu_runner.schedule.prompt_batches import PromptBatches
 from gpu_runner.schedule.prompt_scores import PromptScores
 from gpu_runner.schedule.queues import WaitingQueue
 from gpu_runner.schedule.request import MAX_PREEMPTIONS, Request
+from gpu_runner.schedule.request_length import total_tokens
 from gpu_runner.schedule.results import Results
 from gpu_runner.schedule.rows import Rows
 from gpu_runner.schedule.running import Running
@@ -208,7 +209,6 @@ class Scheduler:
             self.queue.push(
                 Request(
                     rid=rid + place,
-                    group=rid,
                     tokens=tokens,
                     prompt_len=prompt_len,
                     params=params,
@@ -366,7 +366,7 @@ class Scheduler:
     def gauges(self) -> dict[str, int]:
         """Current counts and running totals. When nothing runs, free_pages + cached_pages + pinned_pages = total_pages,
         but that a page which two tenants have pinned counts for both."""
-        counters, rows = self.counters, self.rows
+        rows = self.rows
         rows.sessions.expire()
         return {
             "running": self.num_running,
@@ -379,15 +379,8 @@ class Scheduler:
             "pinned_pages": rows.sessions.num_pages,
             "sessions": len(rows.sessions),
             "steps": self._next_step - 1,
-            "preemptions": counters.preemptions,
-            "prefill_tokens": counters.prefill_tokens,
-            "decode_tokens": counters.decode_tokens,
-            "prefix_query_tokens": counters.prefix_query_tokens,
-            "prefix_hit_tokens": counters.prefix_hit_tokens,
+            **asdict(self.counters),
             **(NO_HOST_GAUGES if rows.tier is None else rows.tier.gauges()),
-            "finished": counters.finished,
-            "aborted": counters.aborted,
-            "cache_repairs": counters.cache_repairs,
             "step_time_error_permille": round(1000 * self.step_time.error),
         }
 

@@ -9,31 +9,21 @@ more than the L2 cache holds. --smoke: tiny shapes under Triton's interpreter, t
 from __future__ import annotations
 
 import argparse
-import statistics
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
+from bench_device import BYTES_PER_US, DEVICE, DTYPE, SMOKE
+from graph_timer import median_us
 from torch import Tensor
 
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-    from support.triton_interpreter import use_interpreter
-
-    use_interpreter()
-
-from gpu_runner.kernels import reference  # noqa: E402 - after the interpreter was chosen
-from gpu_runner.kernels.attention_decode import DecodeTiling, decode_attention  # noqa: E402
-from gpu_runner.kernels.attention_prefill import PrefillTiling, prefill_attention  # noqa: E402
-from gpu_runner.kernels.ops import BatchMeta  # noqa: E402
-from gpu_runner.kernels.work_list import WorkList, allocate_work_list, build_work_list  # noqa: E402
+from gpu_runner.kernels import reference
+from gpu_runner.kernels.attention_decode import DecodeTiling, decode_attention
+from gpu_runner.kernels.attention_prefill import PrefillTiling, prefill_attention
+from gpu_runner.kernels.ops import BatchMeta
+from gpu_runner.kernels.work_list import WorkList, allocate_work_list, build_work_list
 
 PAGE = 16
-BYTES_PER_US = 4.5e6
 FLOPS_PER_US = 750e6
 WORKING_SET_BYTES = 300e6
 
@@ -91,7 +81,7 @@ class PrefillChoice:
 class Step:
     """Device buffers of one step whose rows own random pages, with caches of enough layers."""
 
-    def __init__(self, shape: Shape, case: Case, *, dtype: torch.dtype, device: str, layers: int | None = None) -> None:
+    def __init__(self, shape: Shape, case: Case, *, layers: int | None = None) -> None:
         generator = np.random.default_rng(0)
         starts = [length - 1 for length in case.decode_lens] + [start for start, _ in case.chunks]
         lengths = [1] * len(case.decode_lens) + [length for _, length in case.chunks]
@@ -109,15 +99,15 @@ class Step:
         self.starts, self.lengths = np.array(starts, np.int32), np.array(lengths, np.int32)
 
         def ints(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=device)
+            return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
         self.counts = ints([len(case.decode_lens), len(starts), self.num_tokens, 0])
         self.row_slot, self.row_start, self.row_len = ints(list(range(len(starts)))), ints(starts), ints(lengths)
         self.row_token = ints([sum(lengths[:row]) for row in range(len(starts))])
-        self.page_table = torch.from_numpy(table).to(device)
+        self.page_table = torch.from_numpy(table).to(DEVICE)
         size = (self.layers, 2, len(order) + 1, shape.kv_heads, PAGE, shape.head_dim)
-        self.kv = torch.empty(size, dtype=dtype, device=device).normal_()
-        self.q = torch.randn((self.num_tokens, shape.heads, shape.head_dim), device=device).to(dtype)
+        self.kv = torch.empty(size, dtype=DTYPE, device=DEVICE).normal_()
+        self.q = torch.randn((self.num_tokens, shape.heads, shape.head_dim), device=DEVICE).to(DTYPE)
         self.out = torch.full_like(self.q, torch.nan)
         self.scale = shape.head_dim**-0.5
 
@@ -129,12 +119,12 @@ class Step:
             num_kv_heads=self.shape.kv_heads,
             head_dim=self.shape.head_dim,
             window=None,
-            device=self.q.device,
+            device=DEVICE,
             target_programs=target_programs,
             tile_rows=tile_rows,
         )
 
-    def build(self, work: WorkList, *, pdl: bool = True) -> None:
+    def build(self, work: WorkList) -> None:
         build_work_list(
             work,
             counts=self.counts,
@@ -144,7 +134,6 @@ class Step:
             row_token=self.row_token,
             page_table=self.page_table,
             prefill=True,
-            pdl=pdl,
         )
 
     def decode(self, work: WorkList, layer: int, choice: DecodeChoice) -> None:
@@ -183,7 +172,7 @@ class Step:
                 row_start=self.starts,
                 row_len=self.lengths,
                 row_slot=self.row_slot.long(),
-                positions=position.to(self.q.device),
+                positions=position.to(DEVICE),
                 kv_index=position,  # not read
                 page_table=self.page_table,
             ),
@@ -200,28 +189,6 @@ def error(step: Step, decode: DecodeChoice, prefill: PrefillChoice) -> float:
     step.prefill(work, 0, prefill)
     exact = step.exact()
     return float((step.out.float() - exact).norm() / exact.norm())
-
-
-def median_us(launch: Callable[[int], None], count: int, *, repeats: int = 9) -> float:
-    """Time of one of `count` launches in a replayed graph; one plain round of them without a GPU."""
-    if not ON_GPU:
-        launch(0)
-        return 0.0
-    launch(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(count):
-            launch(index)
-    times = []
-    for _ in range(repeats + 2):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / count)
-    return statistics.median(times[2:])
 
 
 def time_decode(step: Step, choice: DecodeChoice) -> float:
@@ -241,13 +208,13 @@ def time_build(step: Step) -> float:
     return median_us(lambda _: step.build(work), 20)
 
 
-def decode_table(shape: Shape, cases: list[Case], choices: list[DecodeChoice], dtype: torch.dtype, device: str) -> None:
+def decode_table(shape: Shape, cases: list[Case], choices: list[DecodeChoice]) -> None:
     print(f"\ndecode, {shape.name}: us a layer; tile keys/warps/stages/prefetched pages/target programs an SM")
     print(
         f"{'rows x context':>16} {'floor':>7} " + " ".join(f"{choice.label:>14}" for choice in choices) + "  best TB/s"
     )
     for case in cases:
-        step = Step(shape, case, dtype=dtype, device=device)
+        step = Step(shape, case)
         moved = sum(case.decode_lens) * shape.token_bytes + 2 * step.q.nbytes
         times = [time_decode(step, choice) for choice in choices]
         rate = moved / max(min(times), 1e-9) / 1e6
@@ -256,9 +223,7 @@ def decode_table(shape: Shape, cases: list[Case], choices: list[DecodeChoice], d
         )
 
 
-def prefill_table(
-    shape: Shape, cases: list[Case], choices: list[PrefillChoice], dtype: torch.dtype, device: str
-) -> None:
+def prefill_table(shape: Shape, cases: list[Case], choices: list[PrefillChoice]) -> None:
     print(f"\nprefill, {shape.name}: us a layer; query rows x keys/warps/stages/programs an SM")
     print(
         f"{'chunks @ start':>16} {'floor':>7} "
@@ -266,7 +231,7 @@ def prefill_table(
         + "  best TFLOP/s"
     )
     for case in cases:
-        step = Step(shape, case, dtype=dtype, device=device)
+        step = Step(shape, case)
         pairs = sum(length * start + length * (length + 1) / 2 for start, length in case.chunks)
         flops = 4 * pairs * shape.heads * shape.head_dim
         times = [time_prefill(step, choice) for choice in choices]
@@ -288,8 +253,7 @@ def ragged_case(rows: int, mean: int) -> Case:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true")
-    smoke = parser.parse_args().smoke
-    device, dtype = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
+    parser.parse_args()
 
     base = DecodeChoice(DecodeTiling(32, 2, 3, 4))
     tilings = [
@@ -316,27 +280,27 @@ def main() -> None:
         PrefillChoice(PrefillTiling(128, 4, 2, 132), 64),
     ]
 
-    if smoke:
+    if SMOKE:
         shape = replace(SMOLLM, heads=3, kv_heads=1)
         case = Case("smoke", [40, 7, 300], [(20, 30), (0, 5)])
-        print(f"error {error(Step(shape, case, dtype=dtype, device=device, layers=1), base, prefill_base):.1e}")
-        decode_table(shape, [replace(case, chunks=[])], [*decode_choices[:2], *targets[:2]], dtype, device)
-        prefill_table(shape, [replace(case, decode_lens=[])], prefill_choices[:2], dtype, device)
+        print(f"error {error(Step(shape, case, layers=1), base, prefill_base):.1e}")
+        decode_table(shape, [replace(case, chunks=[])], [*decode_choices[:2], *targets[:2]])
+        prefill_table(shape, [replace(case, decode_lens=[])], prefill_choices[:2])
         return
 
     for shape in (QWEN, LLAMA, SMOLLM):
         lens = np.random.default_rng(2).integers(1, 3000, 33).tolist()
         case = Case("ragged", lens, [(700, 333), (0, 1), (0, 517), (16, 64)])
-        step = Step(shape, case, dtype=dtype, device=device, layers=1)
+        step = Step(shape, case, layers=1)
         errors = [error(step, choice, prefill_base) for choice in (base, replace(base, target_programs=132))]
         print(f"{shape.name}: relative error " + ", ".join(f"{value:.1e}" for value in errors))
 
     grid = [(1, 256), (1, 1024), (1, 8192), (8, 256), (64, 256), (256, 256), (512, 256), (256, 1000)]
     cases = [*(decode_case(rows, context) for rows, context in grid), ragged_case(128, 300)]
-    decode_table(QWEN, cases, decode_choices, dtype, device)
-    decode_table(QWEN, [*cases[:6], cases[-1]], targets, dtype, device)
-    decode_table(LLAMA, cases[:7:2], [decode_choices[index] for index in (1, 4, 5)], dtype, device)
-    decode_table(SMOLLM, cases[:7:2], [decode_choices[index] for index in (1, 4)], dtype, device)
+    decode_table(QWEN, cases, decode_choices)
+    decode_table(QWEN, [*cases[:6], cases[-1]], targets)
+    decode_table(LLAMA, cases[:7:2], [decode_choices[index] for index in (1, 4, 5)])
+    decode_table(SMOLLM, cases[:7:2], [decode_choices[index] for index in (1, 4)])
 
     chunks = [
         Case("2048", [], [(0, 2048)]),
@@ -344,11 +308,11 @@ def main() -> None:
         Case("2048 @ 6000", [], [(6000, 2048)]),
         Case("20 x ~100", [], [(0, 60 + 4 * row) for row in range(20)]),
     ]
-    prefill_table(QWEN, chunks, prefill_choices, dtype, device)
-    prefill_table(LLAMA, chunks, prefill_choices[:3], dtype, device)
+    prefill_table(QWEN, chunks, prefill_choices)
+    prefill_table(LLAMA, chunks, prefill_choices[:3])
 
-    mixed = Step(QWEN, Case("mixed", [256] * 256, [(0, 256)] * 7), dtype=dtype, device=device, layers=1)
-    lone = Step(QWEN, decode_case(1, 256), dtype=dtype, device=device, layers=1)
+    mixed = Step(QWEN, Case("mixed", [256] * 256, [(0, 256)] * 7), layers=1)
+    lone = Step(QWEN, decode_case(1, 256), layers=1)
     for name, step in (("1 row", lone), ("263 rows", mixed)):
         print(f"work list, {name}: {time_build(step):.2f} us")
 

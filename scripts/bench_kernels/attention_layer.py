@@ -10,7 +10,6 @@ linears alone. Errors come first. --smoke: tiny shapes under Triton's interprete
 from __future__ import annotations
 
 import argparse
-import statistics
 import subprocess
 import sys
 import time
@@ -19,7 +18,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from attention import BYTES_PER_US, LLAMA, ON_GPU, PAGE, QWEN, SMOLLM, Case, Shape, Step, decode_case
+from attention import LLAMA, PAGE, QWEN, SMOLLM, Case, Shape, Step, decode_case
+from bench_device import BYTES_PER_US, DEVICE, DTYPE, SMOKE
+from graph_timer import median_us
 from torch import Tensor
 
 from gpu_runner.kernels.attention_decode import decode_attention
@@ -59,36 +60,35 @@ PAIR = Choice(None, split_step=64)
 class Layers:
     """The step with what a layer's attention takes and what stands around it."""
 
-    def __init__(self, shape: Shape, hidden: int, case: Case, *, dtype: torch.dtype, device: str, layers: int) -> None:
-        self.step = step = Step(shape, case, dtype=dtype, device=device, layers=layers)
+    def __init__(self, shape: Shape, hidden: int, case: Case, *, layers: int) -> None:
+        self.step = step = Step(shape, case, layers=layers)
         rows = step.num_tokens
         width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-        self.device = torch.device(device)
-        self.positions = torch.from_numpy(step.starts).to(device)
+        self.positions = torch.from_numpy(step.starts).to(DEVICE)
         page = step.page_table.cpu()[torch.arange(rows), torch.from_numpy(step.starts) // PAGE]
-        self.kv_index = (page * PAGE + torch.from_numpy(step.starts) % PAGE).to(torch.int32).to(device)
+        self.kv_index = (page * PAGE + torch.from_numpy(step.starts) % PAGE).to(torch.int32).to(DEVICE)
         half = shape.head_dim // 2
-        self.inv_freq = (BASE ** -(torch.arange(half, device=device) / half)).float()
-        self.rotation = rope_cos_sin(torch.arange(int(step.starts.max()) + 1, device=device), self.inv_freq)
+        self.inv_freq = (BASE ** -(torch.arange(half, device=DEVICE) / half)).float()
+        self.rotation = rope_cos_sin(torch.arange(int(step.starts.max()) + 1, device=DEVICE), self.inv_freq)
         sets = max(1, min(layers, int(MOST_WEIGHT_BYTES // (2 * (width + shape.heads * shape.head_dim) * hidden))))
 
         def weights(*size: int) -> Tensor:
-            return torch.randn(size, dtype=dtype, device=device) / size[-1] ** 0.5
+            return torch.randn(size, dtype=DTYPE, device=DEVICE) / size[-1] ** 0.5
 
         self.qkv_weights = [weights(width, hidden) for _ in range(sets)]
         self.o_weights = [weights(hidden, shape.heads * shape.head_dim) for _ in range(sets)]
-        self.norm = torch.ones(hidden, dtype=dtype, device=device)
+        self.norm = torch.ones(hidden, dtype=DTYPE, device=DEVICE)
         self.q_norm, self.k_norm = (1 + 0.1 * weights(2, shape.head_dim)).unbind()
         self.residual = weights(rows, hidden)
         self.qkv = weights(rows, width) * width**0.5
         shapes = [(width, hidden), (hidden, shape.heads * shape.head_dim)]
-        self.ops = CudaOps.for_weights(shapes, max_tokens=rows, device=self.device)
+        self.ops = CudaOps.for_weights(shapes, max_tokens=rows, device=DEVICE)
 
     def work(self, choice: Choice) -> WorkList:
         step = self.step
         work = allocate_work_list(
             max_rows=len(step.starts), max_tokens=step.num_tokens, num_heads=step.shape.heads,
-            num_kv_heads=step.shape.kv_heads, head_dim=step.shape.head_dim, window=None, device=self.device,
+            num_kv_heads=step.shape.kv_heads, head_dim=step.shape.head_dim, window=None, device=DEVICE,
             target_programs=choice.target_programs, split_step=choice.split_step,
         )  # fmt: skip
         step.build(work)
@@ -125,11 +125,11 @@ class Layers:
         def attend(qkv: Tensor, kv_layer: Tensor) -> Tensor:
             return self.step.q if choice is None else self.attend(qkv, kv_layer, work, choice)
 
-        def layers() -> None:
+        def layers(_: int) -> None:
             for index in range(LAYERS):
                 self.layer(index, attend)
 
-        return graph_us(layers) / LAYERS
+        return median_us(layers, 1) / LAYERS
 
     def error(self, choice: Choice) -> tuple[float, float]:
         """Relative differences from the pair of kernels, of the output and of what is in the pages."""
@@ -140,25 +140,6 @@ class Layers:
             results.append((self.attend(self.qkv, kv_layer, work, each).float(), kv_layer.float()))
         (out, kv_layer), (other, other_kv) = results
         return float((other - out).norm() / out.norm()), float((other_kv - kv_layer).norm() / kv_layer.norm())
-
-
-def graph_us(launch: Callable[[], None], repeats: int = 12) -> float:
-    if not ON_GPU:
-        return 0.0
-    launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
-    times = []
-    for _ in range(repeats + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times[3:])
 
 
 def compile_in_parallel(shape_name: str, count: int) -> None:
@@ -176,20 +157,20 @@ def choices() -> list[Choice]:
     return [replace(PAIR, split_step=256), *(Choice(FusedTiling(*tiling)) for tiling in tilings), *steps]
 
 
-def errors(shape: Shape, hidden: int, choices: list[Choice], dtype: torch.dtype, device: str, case: Case) -> None:
-    layers = Layers(shape, hidden, case, dtype=dtype, device=device, layers=1)
+def errors(shape: Shape, hidden: int, choices: list[Choice], case: Case) -> None:
+    layers = Layers(shape, hidden, case, layers=1)
     for choice in choices:
         out, pages = layers.error(choice)
         print(f"{shape.name} {choice.label}: differs from the pair by {out:.1e}, in the pages by {pages:.1e}")
 
 
-def table(shape: Shape, hidden: int, choices: list[Choice], cases: list[Case], dtype: torch.dtype, device: str) -> None:
+def table(shape: Shape, hidden: int, choices: list[Choice], cases: list[Case]) -> None:
     print(
         f"\n{shape.name}: us of attention in a layer; floor of KV bytes; keys of a warp x warps, stages, ranges' step"
     )
     print(f"{'':>12} {'linears':>8} {'floor':>6} " + " ".join(f"{choice.label:>11}" for choice in choices))
     for case in cases:
-        layers = Layers(shape, hidden, case, dtype=dtype, device=device, layers=LAYERS if ON_GPU else 1)
+        layers = Layers(shape, hidden, case, layers=LAYERS)
         floor = sum(case.decode_lens) * shape.token_bytes / BYTES_PER_US
         alone = layers.time(None)
         times = [layers.time(choice) - alone for choice in choices]
@@ -206,21 +187,20 @@ def main() -> None:
     parser.add_argument("--shape", choices=("qwen", "llama"), default="qwen")
     parser.add_argument("--compile", type=int, help="only compile this choice")
     options = parser.parse_args()
-    device, dtype = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
-    if options.smoke:
+    if SMOKE:
         shape = replace(SMOLLM, heads=3, kv_heads=1)
-        errors(shape, 48, [PAIR, Choice(FusedTiling(16, 2))], dtype, device, Case("smoke", [40, 1, 300], []))
+        errors(shape, 48, [PAIR, Choice(FusedTiling(16, 2))], Case("smoke", [40, 1, 300], []))
         return
     shape, hidden = (QWEN, 1024) if options.shape == "qwen" else (LLAMA, 4096)
     ragged = Case("ragged", [1, 257, 3000, 17, 64, 65, 700], [])
     if options.compile is not None:
-        Layers(shape, 64, decode_case(1, 20), dtype=dtype, device=device, layers=1).error(choices()[options.compile])
+        Layers(shape, 64, decode_case(1, 20), layers=1).error(choices()[options.compile])
         return
     start = time.monotonic()
     compile_in_parallel(options.shape, len(choices()))
     print(f"compiled in {time.monotonic() - start:.1f} s")
-    errors(shape, 64, choices(), dtype, device, ragged)
-    table(shape, hidden, choices(), [decode_case(*size) for size in GRID], dtype, device)
+    errors(shape, 64, choices(), ragged)
+    table(shape, hidden, choices(), [decode_case(*size) for size in GRID])
     print(f"done in {time.monotonic() - start:.1f} s")
 
 

@@ -8,19 +8,45 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
+from bench_device import SMOKE
 
 Run = Callable[[], None]
 
+REPLAYS = 9
 MIN_PAIRS, MAX_PAIRS = 5, 25
 PAIRS_US = 4e4
 """About the time that pairs of replays may take."""
+WARM_REPLAYS, TIMED_REPLAYS = 3, 12
+
+
+def median_us(launch: Callable[[int], object], count: int) -> float:
+    """Time of one of `count` launches, each told its number, in a graph that is replayed."""
+    if SMOKE:
+        started = time.perf_counter()
+        launch(0)
+        return (time.perf_counter() - started) * 1e6
+    launch(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(count):
+            launch(index)
+    times = []
+    for _ in range(WARM_REPLAYS + TIMED_REPLAYS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / count)
+    return statistics.median(times[WARM_REPLAYS:])
 
 
 class GraphTimer:
-    """Without a GPU what would be captured is called instead."""
+    """With `--smoke` what would be captured is called instead."""
 
     def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
+        self._pool = None if SMOKE else torch.cuda.graph_pool_handle()
         self._last: torch.cuda.CUDAGraph | None = None  # so that the pool lives on, for the next graph
 
     def capture(self, run: Run) -> Run:
@@ -36,10 +62,9 @@ class GraphTimer:
         self._last = graph
         return graph.replay
 
-    def us(self, run: Run, *, repeats: int = 9) -> float:
+    def us(self, run: Run) -> float:
         """The median time of a replay."""
-        repeats = 1 if self._pool is None else repeats
-        return statistics.median(self._times([run] * (repeats + 1))[1:])
+        return statistics.median(self._times([run] * (1 + (1 if SMOKE else REPLAYS)))[1:])
 
     def ratio(self, run: Run, base: Run, *, precision: int = 1) -> float:
         """How much longer `run` takes than `base`: the median over pairs, each of a replay of `run` and the mean of

@@ -9,7 +9,6 @@ the fused ones' tokens, how many are not those of torch's logits, and how far be
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,7 +16,9 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from linear import CANNOT_RUN, DEVICE, DTYPE, MODELS, SMOKE, GraphTimer, compile_all, random_normal
+from bench_device import BYTES_PER_US, CANNOT_RUN, DEVICE, DTYPE, SMOKE
+from graph_timer import median_us
+from linear import FLOPS_PER_US, MODELS, compile_all, random_normal
 from torch import Tensor
 
 from gpu_runner.device.state import DeviceState
@@ -33,7 +34,6 @@ ENDS = 2 if SMOKE else 6
 MAX_ROWS = 512
 MAX_GAP = 1e-4
 """Of a score below the best, that float32 sums of another order come to."""
-DRAM_BYTES_PER_US, FLOPS_PER_US = 4.5e6, 7e8
 SPREAD = 3.0
 """Deviation of the logits."""
 _FEW = HeadConfig(tokens=64, ids=256, block_k=64, stages=4, num_warps=4)
@@ -58,24 +58,22 @@ class Bench:
 
     def __init__(self, name: str) -> None:
         self.model = MODELS[name]
-        device = torch.device(DEVICE)
-        self.norm = torch.ones(self.model.hidden, dtype=DTYPE, device=device)
+        self.norm = torch.ones(self.model.hidden, dtype=DTYPE, device=DEVICE)
         self.weight = random_normal(self.model.vocab, self.model.hidden).mul_(SPREAD * self.model.hidden**-0.5)
         self.residual = random_normal(MAX_ROWS, self.model.hidden)
-        self.ops = CudaOps(device, pdl=not SMOKE)
-        self.sampler = Sampler(max_rows=MAX_ROWS, vocab=self.model.vocab, device=device)
-        self.head = HeadSampler(max_rows=MAX_ROWS, device=device)
-        self.state = DeviceState(num_slots=MAX_ROWS, pages_per_seq=1, device=device)
+        self.ops = CudaOps(DEVICE, pdl=not SMOKE)
+        self.sampler = Sampler(max_rows=MAX_ROWS, vocab=self.model.vocab, device=DEVICE)
+        self.head = HeadSampler(max_rows=MAX_ROWS, device=DEVICE)
+        self.state = DeviceState(num_slots=MAX_ROWS, pages_per_seq=1, device=DEVICE)
         self.state.temperature.fill_(1.0)
         self.state.seed.copy_(torch.arange(MAX_ROWS) * 2**33 + 5)
-        self.meta = new_step_meta(max_rows=MAX_ROWS, max_tokens=1, device=device)
-        slots = torch.arange(MAX_ROWS, dtype=torch.int32, device=device)
+        self.meta = new_step_meta(max_rows=MAX_ROWS, max_tokens=1, device=DEVICE)
+        slots = torch.arange(MAX_ROWS, dtype=torch.int32, device=DEVICE)
         self.meta.sample_row.copy_(slots)
         self.meta.row_slot.copy_(slots)
         self.meta.row_start.copy_(100 + slots)
         self.meta.row_len.fill_(1)
-        self.out = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
-        self._timer = GraphTimer()
+        self.out = torch.zeros(MAX_ROWS, dtype=torch.int32, device=DEVICE)
 
     def hidden(self, rows: int) -> Tensor:
         return norm_rope.rms_norm(self.residual[:rows], self.norm, EPS, pdl=not SMOKE)
@@ -107,11 +105,7 @@ class Bench:
         return scores
 
     def us(self, end: Callable[[], object]) -> float:
-        def run() -> None:
-            for _ in range(ENDS):
-                end()
-
-        return self._timer.us(run) / ENDS
+        return median_us(lambda _: end(), ENDS)
 
     def compare(self, name: str, rows: int, *, noise: bool) -> None:
         self.meta.counts[3] = rows
@@ -138,7 +132,7 @@ class Bench:
         self.by_logits(rows, noise=noise)
         logits_us = self.us(partial(self.by_logits, rows, noise=noise))
         n, k = self.weight.shape
-        floor = max(self.weight.nbytes / DRAM_BYTES_PER_US, 2 * rows * n * k / FLOPS_PER_US)
+        floor = max(self.weight.nbytes / BYTES_PER_US, 2 * rows * n * k / FLOPS_PER_US)
         listed = ", ".join(f"{way} {us:.0f}" for us, way in sorted(times)[:4])
         print(
             f"{name:>5} {rows:3} {'noise ' if noise else 'greedy'} floor {floor:4.0f} logits {logits_us:5.1f} "
@@ -185,7 +179,7 @@ def main() -> None:
             compile_part(names, row_counts, part, parts)
             return
         if not SMOKE:
-            compile_all(arguments.workers, script=__file__, arguments=sys.argv[1:])
+            compile_all(arguments.workers)
             print(f"compiled after {time.perf_counter() - began:.0f} s", flush=True)
         with nullcontext() if SMOKE else torch.cuda.stream(torch.cuda.Stream()):
             for name in names:

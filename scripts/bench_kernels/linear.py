@@ -9,7 +9,7 @@ the noise. Each way is first checked against float32. The head is timed alone.
 Prints, for each number of tokens, us per layer with what `choose` names (before), with the best (after; both graphs in
 turns again), and the floor: the weights' bytes or the arithmetic, whichever takes longer. Of each linear, us per layer
 with the way taken, with cuBLAS and with the best few others. All us are ratios, times what the first graph took at
-first. `--models 0.6b,8b`, `--tokens 1,8`, `--no-head`, `--json FILE`, or `--smoke` without a GPU.
+first. `--models 0.6b,8b`, `--tokens 1,8` (prefill: 2048), `--no-head`, `--json FILE`, or `--smoke` without a GPU.
 """
 
 from __future__ import annotations
@@ -26,27 +26,18 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-SMOKE = "--smoke" in sys.argv
-if SMOKE:
-    sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-    from support.triton_interpreter import use_interpreter
+import torch
+from bench_device import BYTES_PER_US, CANNOT_RUN, DEVICE, DTYPE, SMOKE
+from graph_timer import GraphTimer, Run
+from linear_ways import CUBLAS, CUBLAS_TURNED, Linear, Way, compile_key, short, ways_of
+from stand_in_attention import stand_in_attention
+from torch import Tensor
 
-    use_interpreter()
+from gpu_runner.kernels import reference
+from gpu_runner.kernels.cuda_ops import CudaOps
+from gpu_runner.kernels.linear import SplitScratch
+from gpu_runner.kernels.linear_config import NUM_PROGRAMS, LinearConfig, choose
 
-import torch  # noqa: E402
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
-from graph_timer import GraphTimer, Run  # noqa: E402
-from linear_ways import CUBLAS, CUBLAS_TURNED, Linear, Way, compile_key, short, ways_of  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from gpu_runner.kernels import reference  # noqa: E402
-from gpu_runner.kernels.cuda_ops import CudaOps  # noqa: E402
-from gpu_runner.kernels.linear import SplitScratch  # noqa: E402
-from gpu_runner.kernels.linear_config import NUM_PROGRAMS, LinearConfig, choose  # noqa: E402
-
-DEVICE = "cpu" if SMOKE else "cuda"
-DTYPE = torch.float32 if SMOKE else torch.bfloat16
 EPS = 1e-6
 MAX_ERROR = 1e-2
 HEAD_LAUNCHES = 4
@@ -55,9 +46,7 @@ WORTH_IT = 0.995
 """Of a layer's time: differences below are noise."""
 FINAL_PRECISION = 3
 SCRATCH_VALUES, SCRATCH_TILES = 2 * 2 * NUM_PROGRAMS * 128 * 256, 2 * NUM_PROGRAMS
-BYTES_PER_US = 4.5e6
 FLOPS_PER_US = 700e6
-CANNOT_RUN = (triton.runtime.errors.OutOfResources, triton.CompilationError, RuntimeError)
 LAYER = ("qkv", "o", "gate_up", "down")
 
 
@@ -95,20 +84,6 @@ MODELS = {
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
-@triton.jit
-def _stand_in_attention_kernel(
-    qkv, heads, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    """Copy the query heads, as a kernel that depends on all of the step's tokens."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.program_id(0).to(tl.int64)
-    values = tl.load(qkv + row * WIDTH + column, mask=column < COLUMNS)
-    tl.store(heads + row * COLUMNS + column, values, mask=column < COLUMNS)
-
-
 class Chain:
     """A model's layers and head, and the way in which each linear is to be computed."""
 
@@ -120,9 +95,8 @@ class Chain:
         self.layers = [{name: self._weight(model.linear(name)) for name in LAYER} for _ in range(layers)]
         self.head = self._weight(model.linear("head")) if head else None
         self.names = (*LAYER, "head") if head else LAYER
-        device = torch.device(DEVICE)
-        scratch = SplitScratch.allocate(max_values=SCRATCH_VALUES, max_tiles=SCRATCH_TILES, device=device)
-        self.ops = CudaOps(device, scratch=scratch, pdl=not SMOKE, choose=self._choose)
+        scratch = SplitScratch.allocate(max_values=SCRATCH_VALUES, max_tiles=SCRATCH_TILES, device=DEVICE)
+        self.ops = CudaOps(DEVICE, scratch=scratch, pdl=not SMOKE, choose=self._choose)
 
     def set(self, linear: Linear, way: Way) -> None:
         self.ways[linear.n, linear.k] = way
@@ -150,7 +124,7 @@ class Chain:
             for weights in self.layers:
                 for name in LAYER:
                     if name == "o":
-                        self.attend(values)
+                        stand_in_attention(values["qkv"], values["heads"])
                     self.apply(name, weights, values)
 
         return self.timer.capture(run)
@@ -204,14 +178,6 @@ class Chain:
         product = normed @ weight.float().t()
         return reference.silu_mul(product) if linear.name == "gate_up" else product
 
-    def attend(self, values: dict[str, Tensor]) -> None:
-        tokens, width = values["qkv"].shape
-        columns, block = self.model.heads, 1024
-        options = {} if SMOKE else {"launch_pdl": True}
-        _stand_in_attention_kernel[(tokens, triton.cdiv(columns, block))](
-            values["qkv"], values["heads"], WIDTH=width, COLUMNS=columns, BLOCK=block, PDL=not SMOKE, **options
-        )
-
     def _choose(self, x: Tensor, weight: Tensor) -> LinearConfig | None:
         way = self.ways.get((weight.shape[0], weight.shape[1]), CUBLAS)
         return None if isinstance(way, str) else way
@@ -258,7 +224,7 @@ def tune(chain: Chain, tokens: int) -> Tuned:
             print(f"WRONG T={tokens} {name} {short(way)}: error {errors[way]:.3g}", flush=True)
         chain.set(linear, before[name])
     values = chain.values(tokens)
-    chain.attend(values)
+    stand_in_attention(values["qkv"], values["heads"])
 
     descent = Descent(chain, values, {name: before[name] for name in LAYER})
     for name in LAYER:
@@ -359,11 +325,9 @@ def compile_part(names: list[str], token_counts: list[int], part: int, parts: in
                 continue  # reported where it would be timed
 
 
-def compile_all(workers: int, *, script: str, arguments: list[str]) -> None:
-    """Have processes of the script itself compile a part each."""
-    parts = [
-        subprocess.Popen([sys.executable, script, *arguments, "--part", f"{part}/{workers}"]) for part in range(workers)
-    ]
+def compile_all(workers: int) -> None:
+    """Have processes of the running script compile a part each."""
+    parts = [subprocess.Popen([sys.executable, *sys.argv, "--part", f"{part}/{workers}"]) for part in range(workers)]
     codes = [process.wait() for process in parts]
     if any(codes):
         raise SystemExit("a compiling process failed")
@@ -407,7 +371,7 @@ def main() -> None:
             compile_part(names, token_counts, part, parts, head=head)
             return
         if not SMOKE:
-            compile_all(arguments.workers, script=__file__, arguments=sys.argv[1:])
+            compile_all(arguments.workers)
             print(f"compiled after {time.perf_counter() - began:.0f} s", flush=True)
         for name in names:
             model = MODELS[name]

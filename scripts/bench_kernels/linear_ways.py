@@ -25,6 +25,7 @@ Way = LinearConfig | str
 
 MAX_SHARED_BYTES = 227 << 10
 MAX_SPLIT = 8
+PREFILL_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ def ways_of(linear: Linear, tokens: int) -> list[Way]:
         ways += _dot_ways(linear, tokens)
     if tokens >= 33 and not linear.is_head:
         ways += _tile_ways(linear, tokens)
+    if tokens >= PREFILL_TOKENS and linear.name == "gate_up":
+        ways += _prefill_ways()
     return list(dict.fromkeys(ways))
 
 
@@ -119,7 +122,7 @@ def _tile_ways(linear: Linear, tokens: int) -> Iterator[TileConfig]:
                 yield TileConfig(tile_tokens, rows, block_k, stages, num_warps, 16)
 
 
-def prefill_ways() -> list[TileConfig]:
+def _prefill_ways() -> list[TileConfig]:
     """Of a gate-up product of thousands of tokens."""
     large = TileConfig(128, 256, 64, 4, 8, group=8)
     wide, shallow = replace(large, tokens=256, rows=128), replace(large, rows=128, stages=3, num_warps=4, group=16)

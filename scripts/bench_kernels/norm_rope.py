@@ -7,38 +7,27 @@ floor: a launch costs 0.75 us whatever it does. `--smoke` runs it without a GPU,
 
 from __future__ import annotations
 
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-SMOKE = "--smoke" in sys.argv
-if SMOKE:
-    sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-    from support.triton_interpreter import use_interpreter
+import numpy as np
+import torch
+from bench_device import BYTES_PER_US, DEVICE, DTYPE, SMOKE
+from graph_timer import median_us
+from torch import Tensor
 
-    use_interpreter()
+from asyncengine.config import MAX_STOP_IDS
+from gpu_runner.device.state import DeviceState
+from gpu_runner.kernels import norm_rope, reference
+from gpu_runner.kernels.host_ring import HostRing
+from gpu_runner.kernels.post_update import post_update_to_host
+from gpu_runner.kernels.result_layout import Results, result_words
+from gpu_runner.kernels.step_meta import new_step_meta, step_meta
+from gpu_runner.kernels.upload_layout import Upload, pack, upload_words
+from gpu_runner.kernels.work_list import allocate_work_list
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from asyncengine.config import MAX_STOP_IDS  # noqa: E402
-from gpu_runner.device.state import DeviceState  # noqa: E402
-from gpu_runner.kernels import norm_rope, reference  # noqa: E402
-from gpu_runner.kernels.host_ring import HostRing  # noqa: E402
-from gpu_runner.kernels.post_update import post_update_to_host  # noqa: E402
-from gpu_runner.kernels.result_layout import Results, result_words  # noqa: E402
-from gpu_runner.kernels.step_meta import new_step_meta, step_meta  # noqa: E402
-from gpu_runner.kernels.upload_layout import Upload, pack, upload_words  # noqa: E402
-from gpu_runner.kernels.work_list import allocate_work_list  # noqa: E402
-
-DEVICE = torch.device("cpu" if SMOKE else "cuda")
-DTYPE = torch.float32 if SMOKE else torch.bfloat16
-FLOOR_BYTES_PER_US = 4.5e6
 ROTATED_BYTES = 1 << 12 if SMOKE else 256 << 20
 MOST_SETS = 2 if SMOKE else 32
 LAUNCHES = 2 if SMOKE else 32
@@ -297,27 +286,7 @@ def cases() -> list[tuple[int, Case]]:
 
 def time_us(case: Case, pdl: bool, config: Config) -> float:
     """Median time of one launch among many in a graph."""
-    if SMOKE:
-        started = time.perf_counter()
-        case.launch(0, False, config)
-        return (time.perf_counter() - started) * 1e6
-    case.launch(0, pdl, config)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    launches = max(LAUNCHES, case.sets)
-    with torch.cuda.graph(graph):
-        for index in range(launches):
-            case.launch(index % case.sets, pdl, config)
-    times = []
-    for repeat in range(13):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if repeat >= 3:
-            times.append(begin.elapsed_time(end) * 1e3 / launches)
-    return statistics.median(times)
+    return median_us(lambda index: case.launch(index % case.sets, pdl and not SMOKE, config), max(LAUNCHES, case.sets))
 
 
 def main() -> None:
@@ -328,7 +297,7 @@ def main() -> None:
         failed |= not error < 5e-3
         ours, without = time_us(case, True, {}), time_us(case, False, {})
         best = min(((time_us(case, True, config), str(config)) for config in case.candidates), default=(0.0, ""))
-        floor = case.moved_bytes / FLOOR_BYTES_PER_US
+        floor = case.moved_bytes / BYTES_PER_US
         print(
             f"{case.name:18} {rows:5} {error:8.1e} {ours:7.2f} {without:7.2f} {floor:6.2f}"
             f" {case.moved_bytes / ours / 1e3:6.0f}  " + (f"{best[0]:.2f} {best[1]}" if best[1] else ""),

@@ -11,41 +11,29 @@ most likely ids differ. Then calls are split into kernels, and the last lines ar
 
 from __future__ import annotations
 
-import statistics
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-SMOKE = "--smoke" in sys.argv
-if SMOKE:
-    sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-    from support.triton_interpreter import use_interpreter
+import torch
+from bench_device import BYTES_PER_US, DEVICE, SMOKE
+from graph_timer import median_us
+from torch import Tensor
 
-    use_interpreter()
+from asyncengine.config import MAX_TOP_LOGPROBS, PAGE_SIZE
+from gpu_runner.device.state import DeviceState
+from gpu_runner.kernels import reference_adjust, reference_sampling
+from gpu_runner.kernels.kernel_compiler import KernelCompiler
+from gpu_runner.kernels.reference_adjust import AdjustRows
+from gpu_runner.kernels.reference_sampling import SamplingRows
+from gpu_runner.kernels.result_layout import Results, result_words
+from gpu_runner.kernels.sample import PROGRAMS, Sampler, Tiling
+from gpu_runner.kernels.sample_full import FullSampling
+from gpu_runner.kernels.step_meta import new_step_meta
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from asyncengine.config import MAX_TOP_LOGPROBS, PAGE_SIZE  # noqa: E402
-from gpu_runner.device.state import DeviceState  # noqa: E402
-from gpu_runner.kernels import reference_adjust, reference_sampling  # noqa: E402
-from gpu_runner.kernels.kernel_compiler import KernelCompiler  # noqa: E402
-from gpu_runner.kernels.reference_adjust import AdjustRows  # noqa: E402
-from gpu_runner.kernels.reference_sampling import SamplingRows  # noqa: E402
-from gpu_runner.kernels.result_layout import Results, result_words  # noqa: E402
-from gpu_runner.kernels.sample import PROGRAMS, Sampler, Tiling  # noqa: E402
-from gpu_runner.kernels.sample_full import FullSampling  # noqa: E402
-from gpu_runner.kernels.step_meta import new_step_meta  # noqa: E402
-
-DEVICE = torch.device("cpu" if SMOKE else "cuda")
 VOCAB = 1000 if SMOKE else 151936
 ROWS = (1, 3) if SMOKE else (1, 8, 64, 256, 512)
 LAUNCHES = 2 if SMOKE else 16
-REPLAYS = 2 if SMOKE else 15
-FLOOR_BYTES_PER_US = 4.5e6
 HISTORY = 40 if SMOKE else 300
 SMOKE_TILING = Tiling(block=256, num_warps=4, stages=1, programs=4)
 
@@ -90,15 +78,12 @@ class Case:
         dtype: torch.dtype = torch.float32,
         tiling: Tiling | None = None,
         *,
-        pdl: bool = True,
         device: torch.device = DEVICE,
     ) -> None:
         self.kind, self.rows = kind, rows
-        self.floor_us = rows * VOCAB * dtype.itemsize / FLOOR_BYTES_PER_US
+        self.floor_us = rows * VOCAB * dtype.itemsize / BYTES_PER_US
         self.logits = [logits_of(kind, rows, device).to(dtype) for _ in range(2)]
-        self.sampler = Sampler(
-            max_rows=rows, vocab=VOCAB, device=device, tiling=SMOKE_TILING if SMOKE else tiling, pdl=pdl
-        )
+        self.sampler = Sampler(max_rows=rows, vocab=VOCAB, device=device, tiling=SMOKE_TILING if SMOKE else tiling)
         self.out = torch.full((rows,), -7, dtype=torch.int32, device=device)
         self.state = DeviceState(num_slots=rows, pages_per_seq=1, device=device)
         self.state.temperature.fill_(kind.parameters.get("temperature", 1.0))
@@ -146,31 +131,6 @@ def logits_of(kind: Kind, rows: int, device: torch.device) -> Tensor:
         logits *= 2.5
         logits[:, :: VOCAB // 20] += torch.rand(rows, len(range(0, VOCAB, VOCAB // 20)), device=device) * 15
     return logits
-
-
-def median_us(launch: Callable[[int], None]) -> float:
-    """Of one launch, in a graph of LAUNCHES."""
-    if SMOKE:
-        start = time.perf_counter()
-        for index in range(LAUNCHES):
-            launch(index)
-        return (time.perf_counter() - start) / LAUNCHES * 1e6
-    launch(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(LAUNCHES):
-            launch(index)
-    graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / LAUNCHES)
-    return statistics.median(times)
 
 
 @dataclass(frozen=True)
@@ -253,7 +213,7 @@ class FullCase(Case):
 
 def report(case: Case, note: str = "") -> None:
     wrong = case.wrong()
-    took = median_us(case.launch)
+    took = median_us(case.launch, LAUNCHES)
     print(
         f"{case.kind.name:<14}{case.rows:>5}  wrong {wrong:>3} /{case.rows:>4}  {took:>8.1f} us"
         f"  floor {case.floor_us:>6.1f}  passes {took / case.floor_us:>6.2f}  {note}",

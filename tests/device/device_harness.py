@@ -42,7 +42,6 @@ CONFIG = ModelConfig(
     layer_windows=(None, None),
     max_position=256,
     eos_ids=(1,),
-    checkpoint_dtype=torch.float32,
     source="a test",
 )
 

@@ -85,11 +85,10 @@ def test_a_model_from_disk_generates_what_a_full_recompute_does(model_path: str)
     )
     executor = build_executor(config, model_path, lambda *report: reports.append(report), num_slots=6)
     assert (executor.num_slots, executor.num_pages, executor.max_model_len) == (6, 26, 200)
-    assert executor.pages_per_seq == 13
     assert executor.model_config.eos_ids == (1,)
     assert isinstance(executor.info, RunnerInfo)
     assert executor.info.dtype == "float32"
-    assert executor.info.kv_cache_bytes == executor.kv_cache_bytes == 26 * 8192
+    assert executor.info.kv_cache_bytes == executor.info.memory.kv_cache_bytes == 26 * 8192
     memory = executor.info.memory
     assert memory.used_bytes == memory.weight_bytes + memory.kv_cache_bytes < memory.limit_bytes == memory.total_bytes
     assert executor.info.num_graphs == executor.info.num_kernels == 0
@@ -112,7 +111,7 @@ def test_a_gpus_kv_cache_takes_the_asked_share_of_its_memory(model_path: str) ->
     memory = executor.info.memory
     parts = (memory.weight_bytes, memory.workspace_bytes, memory.context_bytes, memory.graph_bytes)
     assert 0.01 * total < memory.used_bytes <= memory.limit_bytes == int(0.02 * total)
-    assert memory.used_bytes - sum(parts) == executor.kv_cache_bytes == memory.kv_cache_bytes > 0
+    assert memory.used_bytes - sum(parts) == executor.info.kv_cache_bytes == memory.kv_cache_bytes > 0
     assert (executor.max_model_len, executor.info.dtype) == (256, "bfloat16")
     rig = Rig(executor=executor, kv_cache=torch.empty(0), decoder=None, device=torch.device("cuda"))
     assert len(rig.generate(PROMPT, 20, row=Row(temperature=1.0, top_p=0.9, seed=1))) == 20

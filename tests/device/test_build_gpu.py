@@ -78,7 +78,7 @@ def fill(config: EngineConfig, *, graph_bytes: int = GRAPHS) -> tuple[KvSize, An
         pdl=True,
     )
     gpu: Any = build._memory
-    stream = WorkerStream("made-up", prepare=lambda: None)
+    stream = WorkerStream(prepare=lambda: None)
     try:
         size = build._fill(stream, gpu, weight_bytes=200_000, graph_bytes=graph_bytes, step_bytes=50_000)
     finally:
@@ -149,7 +149,7 @@ def test_a_gpu_that_is_too_small_whatever_the_limit_is_named_as_such() -> None:
 
 
 def test_an_error_of_the_stream_is_raised_where_it_is_waited_for() -> None:
-    stream = WorkerStream("made-up", prepare=lambda: None)
+    stream = WorkerStream(prepare=lambda: None)
 
     def fail() -> None:
         raise torch.OutOfMemoryError("full")

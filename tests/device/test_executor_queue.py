@@ -72,13 +72,12 @@ def test_two_steps_are_launched_before_the_first_has_run_and_a_third_is_refused(
     rig = make_rig(CPU, decoder=decoder)
     rig.executor.launch(first_plan(rig))
     rig.executor.launch(rig.plan(decode=[(0, 2)]))
-    assert (decoder.steps, rig.executor.in_flight) == (0, 2)
+    assert decoder.steps == 0
     with pytest.raises(RuntimeError, match="2 steps are in flight"):
         rig.executor.launch(rig.plan(decode=[(0, 3)]))
 
     decoder.gate.set()
     assert [rig.executor.collect().tokens.tolist() for _ in range(2)] == [[7], [7]]
-    assert rig.executor.in_flight == 0
     rig.executor.close()
 
 

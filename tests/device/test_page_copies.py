@@ -19,6 +19,7 @@ from asyncengine.config import PAGE_SIZE, Device, EngineConfig
 from asyncengine.errors import StartupError
 from asyncengine.sampling import SamplingParams
 from gpu_runner.device import host_memory
+from gpu_runner.device.buffers import pages_for
 from gpu_runner.device.build import build_executor
 from gpu_runner.device.executor import Executor
 from gpu_runner.device.host_memory import HostMemory, size_host_memory
@@ -67,7 +68,7 @@ class Pages:
 @pytest.fixture
 def held() -> Iterator[tuple[Pages, Held]]:
     held = Held()
-    pages = Pages(WorkerStream("copies", prepare=lambda: None), held.copy)
+    pages = Pages(WorkerStream(prepare=lambda: None), held.copy)
     yield pages, held
     held.leave.release(100)
     pages.copies.close()
@@ -127,7 +128,7 @@ def test_what_copying_raises_comes_out_where_one_asks() -> None:
     def fail(memory: PageMemory, ids: PageIds) -> None:
         raise ValueError("the bus broke")
 
-    stream = WorkerStream("copies", prepare=lambda: None)
+    stream = WorkerStream(prepare=lambda: None)
     copies = Pages(stream, fail).copies
     copies.transfer(store(0, 1))
     with pytest.raises(ValueError, match="the bus broke"):
@@ -215,7 +216,7 @@ class PageMover:
         self._executor = executor
         self._random = np.random.default_rng(0)
         self._page = np.arange(num_pages, dtype=np.int32)  # of the executor, for each that the scheduler knows
-        self._table = np.zeros((executor.num_slots, executor.pages_per_seq), np.int32)  # of pages it knows
+        self._table = np.zeros((executor.num_slots, pages_for(executor.max_model_len)), np.int32)  # of pages it knows
         assert executor._copies is not None
         memory = executor._copies._memory
         memory.host_kv[num_pages:].view(torch.float32).fill_(torch.nan)

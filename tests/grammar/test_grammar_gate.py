@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from asyncengine.config import GrammarConfig
 from asyncengine.errors import EngineError, InvalidRequestError
 from asyncengine.sampling import SamplingParams, Structured
 from asyncengine.terms import Terms
@@ -24,10 +25,10 @@ from asyncengine.wire.grammar_messages import (
 )
 from asyncengine.wire.pipes import Pipes, make_run_dir
 from asyncengine.wire.requests import Generate
-from gpu_runner.grammar.checker import CHECK_SECONDS, PATIENCE, START_SECONDS, GrammarChecker
+from gpu_runner.grammar.checker import CHECK_SECONDS, PATIENCE, GrammarChecker
 from gpu_runner.grammar.gate import GrammarGate
 from gpu_runner.grammar.matches import ANSWER_SECONDS, Matches
-from gpu_runner.grammar.process import GrammarSetup
+from gpu_runner.grammar.process import START_SECONDS
 from gpu_runner.schedule.mask_work import MaskWork, OpenedRow
 from gpu_runner.schedule.masked_rows import MaskedRows
 from gpu_runner.schedule.running import Running
@@ -108,10 +109,8 @@ def test_choices_that_wait_for_a_verdict_are_counted_by_class(monkeypatch: pytes
     monkeypatch.setattr(GrammarGate, "_start", lambda *_: FakeProcess(1))
     run_dir = make_run_dir()
     pipes = Pipes(run_dir)
-    setup = GrammarSetup(
-        model_path="", run_dir=str(run_dir), eos_ids=(0,), mask_fd=0, num_slots=4, mask_words=1, life=0
-    )
-    gate = GrammarGate(pipes=pipes, rows=MaskedRows(slots := Slots(4, 16), Running(slots)), setup=setup)
+    config = GrammarConfig(model_path="", run_dir=str(run_dir), eos_ids=(0,), mask_fd=0, num_slots=4, mask_words=1)
+    gate = GrammarGate(pipes=pipes, rows=MaskedRows(slots := Slots(4, 16), Running(slots)), config=config)
     gate.submit(Generate(1, bytes(4), SamplingParams(n=2, structured=regex("a")), 1, b"", ""))
     background = Terms(service_class="background")
     gate.submit(Generate(3, bytes(4), SamplingParams(structured=regex("b")), 1, b"", "", (), background))

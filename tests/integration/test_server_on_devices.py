@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import check_recovery
 import pytest
-from greedy_proof import ServerModel
+from recovery.greedy_proof import ServerModel
 from support.python_path import PYTHON_PATH
 from support.random_checkpoint import write_checkpoint
 from support.random_model import VOCAB_SIZE

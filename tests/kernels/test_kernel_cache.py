@@ -33,20 +33,20 @@ def test_a_cache_that_can_be_written_is_used_as_configured(tmp_path: Path) -> No
 
 def test_without_one_kernels_are_kept_in_a_folder_of_the_user(tmp_path: Path, unusable: Path) -> None:
     knobs.cache.dir = str(unusable)
-    fallback = tmp_path / "fallback"
-    assert use_writable_cache(fallback) == fallback
+    fallback = tmp_path / f"asyncengine-kernels-{os.geteuid()}"
+    assert use_writable_cache() == fallback
     assert knobs.cache.dir == str(fallback)
     assert fallback.stat().st_mode & 0o777 == 0o700
     knobs.cache.dir = str(unusable)
-    assert use_writable_cache(fallback) == fallback
+    assert use_writable_cache() == fallback
 
 
 def test_a_folder_that_others_may_write_is_not_used(tmp_path: Path, unusable: Path) -> None:
-    fallback = tmp_path / "fallback"
+    fallback = tmp_path / f"asyncengine-kernels-{os.geteuid()}"
     fallback.mkdir()
     os.chmod(fallback, 0o777)
     knobs.cache.dir = str(unusable)
-    chosen = use_writable_cache(fallback)
+    chosen = use_writable_cache()
     assert chosen != fallback
     assert chosen.parent == tmp_path
     assert chosen.stat().st_mode & 0o777 == 0o700

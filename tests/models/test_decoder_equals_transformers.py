@@ -92,7 +92,6 @@ def test_a_sliding_window_changes_the_logits_of_late_positions_only(tmp_path: Pa
 def test_bfloat16_weights_are_widened_exactly(tmp_path: Path) -> None:
     save_tiny("qwen3", tmp_path).to(torch.bfloat16).save_pretrained(tmp_path)
     decoder = load(tmp_path)
-    assert decoder.config.checkpoint_dtype == torch.bfloat16
     tokens = prompt(30, seed=9)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert_close(

@@ -94,7 +94,6 @@ def test_the_numbers_of_a_config_are_where_they_belong(tmp_path: Path) -> None:
     assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (300, 48, 80)
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (3, 6, 2, 128)
     assert (config.qk_norm, config.qkv_bias, config.tied_embeddings, config.max_position) == (True, False, False, 256)
-    assert config.checkpoint_dtype == torch.bfloat16
     assert config.kv_bytes_per_token(torch.float16) == 2 * 3 * 2 * 128 * 2
     assert config_of(tmp_path, "Qwen2ForCausalLM").head_dim == 8
     assert config_of(tmp_path, "Qwen2ForCausalLM").qkv_bias

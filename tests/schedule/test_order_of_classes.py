@@ -30,7 +30,6 @@ def request(
     """begins: prompts with an equal one are equal; None: like no other."""
     return Request(
         rid=rid,
-        group=rid,
         tokens=np.full(length, 1000 + rid if begins is None else begins, np.int32),
         prompt_len=length,
         params=SamplingParams(priority=changes.get("priority", 0)),

@@ -13,7 +13,6 @@ from gpu_runner.schedule.rows import Rows
 def request_of(rid: int, prompt: np.ndarray) -> Request:
     return Request(
         rid=rid,
-        group=rid,
         tokens=prompt,
         prompt_len=len(prompt),
         params=SamplingParams(),

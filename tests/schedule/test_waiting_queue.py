@@ -21,7 +21,6 @@ POLICIES: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
 def request(rid: int, length: int, priority: int = 0) -> Request:
     return Request(
         rid=rid,
-        group=rid,
         tokens=np.zeros(length, np.int32),
         prompt_len=length,
         params=SamplingParams(priority=priority),

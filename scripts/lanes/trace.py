@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from host_timeline import Timeline
+from lanes.timeline import Timeline
 
 
 def trace_events(timeline: Timeline) -> list[dict[str, object]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("Agg")
-from host_timeline import Lane, Slice, Timeline
+from lanes.timeline import Lane, Slice, Timeline
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch

@@ -6,9 +6,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-GPU_RUNNERS = (b"gpu_runner",)
-"""Modules that are run as one."""
-
 
 def descendants(pid: int) -> list[int]:
     found: list[int] = []
@@ -36,7 +33,7 @@ def gpu_runner(server: int) -> int | None:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"-m" in words and words[words.index(b"-m") + 1] in GPU_RUNNERS:
+        if b"-m" in words and words[words.index(b"-m") + 1] == b"gpu_runner":
             return pid
     return None
 

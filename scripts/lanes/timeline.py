@@ -24,7 +24,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from gpu_gaps import Gap, Interval, overlaps
+from lanes.gaps import Gap, Interval, overlaps
 from numpy.typing import NDArray
 
 from asyncengine.wire.accounting import StepRecord, TurnRecord

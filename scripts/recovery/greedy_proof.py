@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import aiohttp
-from followed_streams import Answer
+from recovery.followed_streams import Answer
 
 from asyncengine.errors import EngineError
 
