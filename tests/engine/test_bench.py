@@ -304,8 +304,9 @@ def test_a_load_that_cannot_be_is_told_in_one_line(
     assert sentence in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_the_command_writes_the_numbers(tmp_path: Path) -> None:
+def test_the_script_is_the_command_and_writes_the_numbers(tmp_path: Path) -> None:
     """Against a server that gives two tokens and its usage."""
+    script = Path(__file__).parents[2] / "scripts" / "bench_serving.py"
     numbers = tmp_path / "out.json"
     answer = sse(text_event("a"), {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2}}, "[DONE]")
 
@@ -332,7 +333,7 @@ def test_the_command_writes_the_numbers(tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{server.server_port}"
         args = ["--url", url, "--requests", "3", "--lengths", "5:2", "--processes", "1", "--json", str(numbers)]
         result = subprocess.run(
-            [sys.executable, "-m", "asyncengine.cli", "bench", *args],
+            [sys.executable, script, *args],
             env=os.environ | {"PYTHONPATH": PYTHON_PATH},
             capture_output=True,
             text=True,
