@@ -34,7 +34,9 @@ class Losses:
         """A crash, and those before it, were a request's fault, which is not sent again: none of them counts. The
         sentence with which the engine ends, if more than `most` requests `in_a_row` were blamed: it is not them."""
         self._latest = deque((loss for loss in self._latest if not loss[2]), maxlen=self._most)
-        return f"{reason}: the {in_a_row}. request in a row, and none has ended well" if in_a_row > self._most else None
+        if in_a_row <= self._most:
+            return None
+        return f"{reason}; {in_a_row} requests in a row have done so, and none has ended well since"
 
     def end(self, name: str, now: float) -> float:
         """Its successor is ready; returns how long its place was empty."""

@@ -173,6 +173,9 @@ class Inbox:
             self._start(message)
 
     def _start(self, message: Generate) -> None:
+        if any(map(self._scheduler.knows, message.rids)):  # its like was held as well
+            self._repeated += 1
+            return
         prompt = np.frombuffer(message.ids, np.int32)
         try:
             self._check_ids(prompt, "prompt")

@@ -155,6 +155,7 @@ class Slots:
             request = self.request[slot]
             assert request is not None
             assert request.slot == slot == self.slot_of[request.rid]
+            assert self.latest_rid[slot] == request.rid
             assert self.prompt_len[slot] == request.prompt_len
             assert request.prompt_len <= len(request.tokens) <= self.known[slot] <= self.limit[slot]
             assert self.scored[slot] <= self.score_end[slot] < self.prompt_len[slot]
