@@ -36,6 +36,7 @@ class Trials:
         self._on_trial: Generate | None = None
         self._aborted: set[int] = set()
         self._settles_at = 0  # the step with which all that had started by then have come far enough
+        self._left_with = 0  # the last step that may hold a row whose trial has ended
         self.busy = False
 
     def take(self, message: Generate) -> bool:
@@ -68,6 +69,7 @@ class Trials:
                 return
             self._note[1] = 0
             self._on_trial = None
+            self._left_with = self._scheduler.num_steps
         while self._suspects:
             if not self._is_settled():
                 return
@@ -90,7 +92,9 @@ class Trials:
 
     def _is_settled(self) -> bool:
         scheduler = self._scheduler
-        return not scheduler.starting and (not scheduler.num_running or scheduler.num_steps >= self._settles_at)
+        if scheduler.starting or scheduler.num_steps_done < self._left_with:
+            return False
+        return not scheduler.num_running or scheduler.num_steps >= self._settles_at
 
     def _begin(self, message: Generate) -> None:
         aborted = self._aborted.intersection(message.rids)

@@ -263,6 +263,11 @@ class Scheduler:
         return self._next_step - 1
 
     @property
+    def num_steps_done(self) -> int:
+        """Committed so far."""
+        return self.rows.pool.completed_epoch
+
+    @property
     def starting(self) -> bool:
         """Whether a request waits that has not run here, or a row is on its way to its next token through a prefill."""
         running = self._running
