@@ -288,14 +288,12 @@ class Supervisor:
         now = time.monotonic()
         self._losses.begin(child.name, now)
         crash = self._crashes.judge(child, code) if child.role == "gpu_runner" else None
+        too_many = None
         if crash is not None and crash.convicts:
             reason = f"{reason}, as it ran a request alone that may have crashed it before"
             too_many = self._losses.excuse(reason, in_a_row=self._crashes.num_in_a_row)
-        elif (
-            -code == CPU_LIMIT_SIGNAL
-        ):  # a limit that was kept is no crash: else a few such prompts would end the engine
-            too_many = None
-        else:
+        # a limit that was kept is no crash: else a few such prompts would end the engine
+        elif -code != CPU_LIMIT_SIGNAL:
             too_many = self._losses.count(child.name, reason, now, crashed=crash is not None)
         if too_many:
             self._fail(too_many)

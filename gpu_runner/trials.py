@@ -20,6 +20,8 @@ from asyncengine.wire.requests import PROVEN_TOKENS, Generate
 from gpu_runner.schedule.limits import Backlog
 from gpu_runner.schedule.scheduler import Scheduler
 
+NOTHING = Backlog(0, 0)
+
 
 class Trials:
     """`busy`: something is on trial or held, and `go_on` is to be called each turn."""
@@ -57,6 +59,8 @@ class Trials:
 
     def held(self, service_class: ServiceClass) -> Backlog:
         """What of that class waits here and is no suspect."""
+        if not self.busy:
+            return NOTHING
         sizes = [_size(message) for message in self._others if message.terms.service_class == service_class]
         return Backlog(sum(size.requests for size in sizes), sum(size.tokens for size in sizes))
 

@@ -80,9 +80,7 @@ class Slots:
         self.request: list[Request | None] = [None] * num_slots
         self.slot_of: dict[int, int] = {}  # by rid, of every request that holds one
         self.node: list[Node | None] = [None] * num_slots  # the locked radix node that ends the row's cached prefix
-        self.latest_rid: list[int] | memoryview[int] = [
-            -1
-        ] * num_slots  # for whoever reads it once the process has crashed
+        self.latest_rid: list[int] | memoryview[int] = [-1] * num_slots  # as in `RowNotes`
         self._free = list(range(num_slots - 1, -1, -1))
         self._admissions = 0
 
