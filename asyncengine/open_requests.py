@@ -37,7 +37,7 @@ class Attempt:
 class OpenChoice:
     """Choice number `index` under its present rid. shard: the detokenizer that has it, -1 before its first news under
     this rid. repeated: how many of the next tokens the stream has already. crashes: of gpu_runner while it had a row,
-    since it last came much further meanwhile."""
+    since it last came much further between two, and of which nobody is convicted."""
 
     __slots__ = ("_had", "attempt", "crashes", "index", "repeated", "rid", "shard", "stream")
 

@@ -83,9 +83,15 @@ class Recovery:
             fail()
 
     def _blame(self, crash: Crash) -> set[RequestStream]:
-        """Note whom `crash` casts suspicion on; returns the one that is convicted, if it is of this process."""
-        for choice in filter(None, map(self._requests.get, memoryview(crash.rids).cast("q"))):
-            choice.crashed()
+        """Note whom `crash` casts suspicion on; returns the one that is convicted, if it is of this process. That one
+        explains the crashes before, too: nobody else is a suspect any longer."""
+        if crash.convicts:
+            for request in self._requests:
+                for choice in request.choices:
+                    choice.crashes = 0
+        else:
+            for choice in filter(None, map(self._requests.get, memoryview(crash.rids).cast("q"))):
+                choice.crashed()
         return {choice.stream for choice in filter(None, map(self._requests.get, crash.convicts))}
 
     def _convict(self, request: OpenRequest, running: list[int]) -> None:

@@ -147,6 +147,13 @@ async def test_who_was_in_two_crashes_and_came_no_further_is_sent_first_and_for_
             False,
             False,
         ]
+        # somebody else, of another process, is found to have been to blame
+        ring.replace("gpu_runner", 0, 4)
+        ring.front._relink("gpu_runner", 0, 4, Crash(4, int64(9, 10, 11), (2**50,)))
+        ring.replace("gpu_runner", 0, 5)
+        ring.front._relink("gpu_runner", 0, 5, Crash(5, int64(12, 13, 14)))
+        again = await ring.sent("tokenizer.0")
+        assert not any(message.resume[0].suspect for message in again if isinstance(message, EncodeIds))
         for stream in streams:
             stream.close()
         ring.check_empty()

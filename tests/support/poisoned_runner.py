@@ -24,6 +24,7 @@ LATE_POSITION = 50
 OUTPUT_IDS = 1000
 NUM_PAGES, CONTEXT = 1025, 2048
 STEP_SECONDS = 0.004
+FAULT = "an illegal memory access was encountered"
 
 
 class PoisonedModel(PagedModel):
@@ -50,7 +51,7 @@ class PoisonedModel(PagedModel):
         if SEGFAULT in tokens:
             os.kill(os.getpid(), signal.SIGSEGV)
         if EXCEPTION in tokens:
-            raise RuntimeError("an illegal memory access was encountered")
+            raise RuntimeError(FAULT)
         return super().collect()
 
     def _sample(self, plan: StepPlan, row: int) -> tuple[int, int]:
@@ -58,7 +59,7 @@ class PoisonedModel(PagedModel):
         if self.kv_len[slot] == LATE_POSITION:
             positions = np.arange(LATE_POSITION)
             if LATE in self.pages[self.page_table[slot, positions // PAGE_SIZE], positions % PAGE_SIZE]:
-                os.abort()
+                raise RuntimeError(FAULT)
         return super()._sample(plan, row)
 
     def close(self) -> None:
