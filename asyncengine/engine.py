@@ -29,7 +29,7 @@ class AsyncEngine(FrontEnd):
     ) -> None:
         super().__init__(config, worker=0)
         self._supervisor = Supervisor(
-            config, on_failure=self._fail, on_relink=self._relink, progress=progress, modules=modules
+            config, on_failure=self._fail, on_relink=self._replaced, progress=progress, modules=modules
         )
         self._begun = False
         self._failed = asyncio.Event()
@@ -77,7 +77,8 @@ class AsyncEngine(FrontEnd):
     def gauges(self) -> dict[str, int]:
         """Latest gauges of gpu_runner (running, waiting, free_pages, cached_pages, total_pages, gpu_busy_permille,
         host_us_per_step, ...; at most about 0.25 s old), how often each role's processes were replaced
-        (`gpu_runner_restarts`, ...), and `open_streams` of this process."""
+        (`gpu_runner_restarts`, ...), how many requests were ended because they crash gpu_runner (`convicted_requests`),
+        and `open_streams` of this process."""
         return self._supervisor.engine_gauges() | {"open_streams": self._requests.count}
 
     @property
@@ -105,6 +106,9 @@ class AsyncEngine(FrontEnd):
             await self.close()
             raise
         return self
+
+    def _replaced(self, role: Role, index: int, life: int) -> None:
+        self._relink(role, index, life, self._supervisor.crash)
 
     def _fail(self, reason: str) -> None:
         logger.error("the engine has failed: %s", reason)

@@ -43,6 +43,10 @@ class RequestTimeoutError(EngineError):
     type = "timeout_error"
 
 
+class CrashingRequestError(EngineError):
+    """The request crashed a process of the engine again and again, at last while it ran alone. It would do so again."""
+
+
 class EngineDeadError(EngineError):
     """A process of the engine died or the engine was closed while the request was in it."""
 

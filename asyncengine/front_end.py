@@ -41,7 +41,7 @@ from asyncengine.request_terms import TenantTerms, check_session, resolve_terms
 from asyncengine.sampling import SamplingParams
 from asyncengine.streams import RequestStream
 from asyncengine.tokenizer_links import TokenizerLinks
-from asyncengine.wire.answers import Cancel, Cancelled, Deltas, Detokenized, Encoded, Failed, ToEngine, Tokenized
+from asyncengine.wire.answers import Cancel, Cancelled, Crash, Deltas, Detokenized, Encoded, Failed, ToEngine, Tokenized
 from asyncengine.wire.engine_pipes import ApiProcess
 from asyncengine.wire.pipes import Pipes, Receiver
 from asyncengine.wire.requests import Detokenize
@@ -207,7 +207,9 @@ class FrontEnd:
             self._pipes, tokenizer_workers=tokenizer_workers, lives=self._lives, questions=self._questions
         )
         self._tokenizers = self._links.tokenizers
-        self._recovery = Recovery(links=self._links, requests=self._requests, mint=self._mint)
+        self._recovery = Recovery(
+            links=self._links, requests=self._requests, mint=self._mint, count_end=self._feed.count_end
+        )
         self._others = OtherWorkers(
             self._pipes,
             worker=self._process.worker,
@@ -220,13 +222,13 @@ class FrontEnd:
                 self._others.relink(index, life)
         self._state, self._detail = "ready", ""
 
-    def _relink(self, role: Role, index: int, life: int) -> None:
+    def _relink(self, role: Role, index: int, life: int, crash: Crash | None = None) -> None:
         """Process `index` of `role` was lost, and number `life` is ready in its place: what was lost with it is sent
-        out again. Idempotent."""
+        out again. Idempotent. crash: gpu_runner's latest."""
         if self._state == "ready":
             if role == "api_worker":
                 self._others.relink(index, life)
-            self._recovery.relink(role, index, life)
+            self._recovery.relink(role, index, life, crash)
             self._push_on()
         else:
             self._lives[role, index] = life
@@ -335,7 +337,7 @@ class FrontEnd:
             choice.attempt.refused = True
         elif choice.index in stream.unfinished:
             self._feed.count_end(stream, choice.index, "error", at_ns=time.monotonic_ns())
-        stream.fail(error, gone=choice.index)
+        stream.fail(error, gone=(choice.index,))
 
     def _cancel_here(self, tenant: str, request_id: str) -> bool:
         """Cancel what runs under this name in this process; whether there was something."""

@@ -37,9 +37,13 @@ class Links:
         for link in self.tokenizers:
             self._tell_lives(link)
 
+    def life(self, role: Role, index: int) -> int:
+        """Of the process that is in this place as far as is known here."""
+        return self._lives.get((role, index), 0)
+
     def relink(self, role: Role, index: int, life: int) -> bool:
         """Process `index` of `role` was lost, and number `life` is in its place. False if that is no news."""
-        if life <= self._lives.get((role, index), 0):
+        if life <= self.life(role, index):
             return False
         self._lives[role, index] = life
         if role == "tokenizer_proc":
@@ -88,4 +92,4 @@ class Links:
         return self._sender(f"tokenizer.{index}", "tokenizer_proc", index)
 
     def _sender(self, name: str, role: Role, index: int) -> Sender:
-        return self._pipes.sender(pipe_name(name, self._lives.get((role, index), 0)))
+        return self._pipes.sender(pipe_name(name, self.life(role, index)))

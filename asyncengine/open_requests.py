@@ -11,6 +11,9 @@ from collections.abc import Iterator, Sequence
 from asyncengine.prompt_messages import PromptMessage
 from asyncengine.streams import RequestStream
 from asyncengine.tokenizer_links import TokenizerLink
+from asyncengine.wire.requests import PROVEN_TOKENS
+
+SUSPECT_CRASHES = 2
 
 
 class Attempt:
@@ -33,17 +36,32 @@ class Attempt:
 
 class OpenChoice:
     """Choice number `index` under its present rid. shard: the detokenizer that has it, -1 before its first news under
-    this rid. repeated: how many of the next tokens the stream has already."""
+    this rid. repeated: how many of the next tokens the stream has already. crashes: of gpu_runner while it had a row,
+    since it last came much further between two, and of which nobody is convicted."""
 
-    __slots__ = ("attempt", "index", "repeated", "rid", "shard", "stream")
+    __slots__ = ("_had", "attempt", "crashes", "index", "repeated", "rid", "shard", "stream")
 
-    def __init__(self, stream: RequestStream, index: int, rid: int, attempt: Attempt, *, repeated: int) -> None:
+    def __init__(
+        self, stream: RequestStream, index: int, rid: int, attempt: Attempt, *, repeated: int = 0, crashes: int = 0
+    ) -> None:
         self.stream = stream
         self.index = index
         self.rid = rid
         self.attempt = attempt
         self.shard = -1
         self.repeated = repeated
+        self.crashes = crashes
+        self._had = stream.num_tokens(index)  # as it was sent out
+
+    @property
+    def suspect(self) -> bool:
+        """It may be what crashes gpu_runner: once may be chance, and is worth no trial."""
+        return self.crashes >= SUSPECT_CRASHES
+
+    def crashed(self) -> None:
+        """gpu_runner crashed while it had a row."""
+        came_further = self.stream.num_tokens(self.index) - self._had > PROVEN_TOKENS
+        self.crashes = 1 if came_further else self.crashes + 1
 
     def opened(self, shard: int) -> None:
         """Detokenizer `shard` has it: there is news of it."""
@@ -106,7 +124,7 @@ class OpenRequests:
         """Take in a request that was sent to `tokenizer`."""
         attempt = Attempt(tokenizer, request.prompt_bytes)
         for index in range(num_choices):
-            choice = OpenChoice(request.stream, index, request.message.rid + index, attempt, repeated=0)
+            choice = OpenChoice(request.stream, index, request.message.rid + index, attempt)
             request.choices.append(choice)
             self._by_rid[choice.rid] = choice
         self._requests[request] = None
@@ -128,7 +146,7 @@ class OpenRequests:
             # where others stay behind, there was news of them: the tokenizer has done its part for all
             old.attempt.acknowledge()
             del self._by_rid[old.rid]
-            choice = OpenChoice(request.stream, old.index, rid + place, attempt, repeated=count)
+            choice = OpenChoice(request.stream, old.index, rid + place, attempt, repeated=count, crashes=old.crashes)
             request.choices[old.index] = choice
             self._by_rid[choice.rid] = choice
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from asyncengine.delta import FINISH_REASONS, Delta
 from asyncengine.errors import EngineDeadError, EngineError
@@ -190,11 +190,11 @@ class RequestStream:
         if finish:
             if finish == Finish.ERROR:
                 message = f"the model produced token id {stop_reason}, which is outside its tokenizer's vocabulary"
-                self.fail(EngineError(message, code="invalid_output_token"), gone=index)
+                self.fail(EngineError(message, code="invalid_output_token"), gone=(index,))
                 return before
             if finish == Finish.ABORT:  # of an abort that came from here, nothing more would be heard
                 error = EngineDeadError("the engine stopped before the answer was complete", code="aborted")
-                self.fail(error, gone=index)
+                self.fail(error, gone=(index,))
                 return before
             choice.finish = finish
             choice.stop_reason = stop_reason
@@ -210,10 +210,9 @@ class RequestStream:
             self._wake()
         return before
 
-    def fail(self, error: EngineError, *, gone: int | None = None) -> None:
-        """End the stream with `error` once pending news has been taken; choice `gone` is known to run no longer."""
-        if gone is not None:
-            self._unfinished.discard(gone)
+    def fail(self, error: EngineError, *, gone: Iterable[int] = ()) -> None:
+        """End the stream with `error` once pending news has been taken; choices `gone` are known to run no longer."""
+        self._unfinished.difference_update(gone)
         if self._error is None:
             self._error = error
             self._wake()

@@ -25,6 +25,7 @@ from asyncengine.cache_pressure import CachePressure
 from asyncengine.child import Child, describe_exit, stop_children
 from asyncengine.children import ApiWorkers, Children
 from asyncengine.config import SIDECARS, EngineConfig, Role
+from asyncengine.crashes import Crashes
 from asyncengine.engine_info import EngineInfo, Health, describe_engine
 from asyncengine.errors import StartupError
 from asyncengine.losses import Losses
@@ -32,6 +33,7 @@ from asyncengine.model_files import ResolvedModel, resolve_model
 from asyncengine.run_dir import RunDir
 from asyncengine.startup_progress import StartupProgress
 from asyncengine.watchdog import LOOK_SECONDS, Watchdog
+from asyncengine.wire.answers import Crash
 from asyncengine.wire.pipes import Pipes, Receiver
 from asyncengine.wire.reports import Fatal, Heartbeat, Progress, Ready, RunnerInfo, TokenizerInfo, ToSupervisor
 from asyncengine.wire.sidecar import CPU_LIMIT_SIGNAL
@@ -71,6 +73,7 @@ class Supervisor:
         self._children = Children(config, modules=modules or {}, api_workers=api_workers)
         self._restarts = {role: 0 for role, number in self._children.counts().items() if number}
         self._losses = Losses(most=config.max_crashes, window_seconds=config.crash_window_seconds)
+        self._crashes = Crashes()
         self._watchdog = Watchdog(hang_timeout_seconds=config.hang_timeout_seconds)
         self._cache_pressure = CachePressure()
         self._looking: asyncio.Task[None] | None = None
@@ -143,8 +146,14 @@ class Supervisor:
         return dict(child.gauges) if child else {}
 
     def engine_gauges(self) -> dict[str, int]:
-        """Those of gpu_runner, and for each role its `{role}_restarts`."""
-        return self.gauges("gpu_runner") | {f"{role}_restarts": count for role, count in self._restarts.items()}
+        """Those of gpu_runner, for each role its `{role}_restarts`, and `convicted_requests`."""
+        restarts = {f"{role}_restarts": count for role, count in self._restarts.items()}
+        return self.gauges("gpu_runner") | restarts | {"convicted_requests": self._crashes.num_convicted}
+
+    @property
+    def crash(self) -> Crash | None:
+        """The latest one of gpu_runner."""
+        return self._crashes.latest
 
     def lives(self) -> dict[str, int]:
         """Of every sidecar that took a lost one's place and is ready, by `worker_key`."""
@@ -239,6 +248,8 @@ class Supervisor:
             case Ready():
                 self._enter_phase(child, "serve")
                 child.ready, child.info = message, message.info
+                if child.role == "gpu_runner":
+                    self._crashes.serves(self.run_dir)
                 if self._progress:
                     self._progress.ready(child.role, child.index, time.monotonic() - child.started)
                 if child.life:
@@ -274,8 +285,15 @@ class Supervisor:
             return
         now = time.monotonic()
         self._losses.begin(child.name, now)
+        crash = self._crashes.judge(child, code) if child.role == "gpu_runner" else None
+        too_many = None
+        if crash is not None and crash.convicts:
+            reason = f"{reason}, as it ran a request alone that may have crashed it before"
+            too_many = self._losses.excuse(reason, in_a_row=self._crashes.num_in_a_row)
         # a limit that was kept is no crash: else a few such prompts would end the engine
-        if -code != CPU_LIMIT_SIGNAL and (too_many := self._losses.count(child.name, reason, now)):
+        elif -code != CPU_LIMIT_SIGNAL:
+            too_many = self._losses.count(child.name, reason, now, crashed=crash is not None)
+        if too_many:
             self._fail(too_many)
             return
         logger.warning("%s; it is being replaced", reason)
@@ -320,6 +338,7 @@ class Supervisor:
         if self._receiver is not None:
             asyncio.get_running_loop().remove_reader(self._fd)
             self._receiver = None
+        self._crashes.forget()
         if self._pipes is not None:
             self._pipes.close()
         self._children.close()

@@ -11,6 +11,7 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
     # Imported here: torch takes seconds, and the life-line must be armed and the start reported before that.
     reporter.progress("importing torch")
     from asyncengine.wire.accounting import RingWriter, StepRecord
+    from asyncengine.wire.row_notes import RowNotes
     from gpu_runner.accounting import StepAccount
     from gpu_runner.device.build import build_executor
     from gpu_runner.grammar.gate import GrammarGate
@@ -53,6 +54,8 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
         )
         grammar = GrammarGate(pipes=pipes, rows=scheduler.masked_rows, config=grammar_config)
     outbox = Outbox(pipes=pipes, detokenizers=engine.detokenizer_workers, life=config.life, lives=config.lives)
+    notes = RowNotes(config.run_dir, num_slots=scheduler.slots.num_slots)
+    scheduler.slots.latest_rid = notes.rids
     inbox = Inbox(
         pipes=pipes,
         scheduler=scheduler,
@@ -61,6 +64,7 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
         limits=QueueLimits(engine.max_queued_requests, engine.max_queued_tokens),
         grammar=grammar,
         life=config.life,
+        trial_note=notes.trial,
     )
     loop = Loop(
         scheduler=scheduler,

@@ -14,9 +14,11 @@ from gpu_runner.grammar.gate import GrammarGate
 from gpu_runner.outbox import Outbox
 from gpu_runner.schedule.limits import Backlog, QueueLimits
 from gpu_runner.schedule.scheduler import Scheduler
+from gpu_runner.trials import Trials
 
 RETRY_MS = 1
 KEEP_TIME_MS = 20
+TRIAL_MS = 1
 
 
 class Inbox:
@@ -36,9 +38,11 @@ class Inbox:
         limits: QueueLimits,
         grammar: GrammarGate | None = None,
         life: int = 0,
+        trial_note: memoryview[int] | None = None,
     ) -> None:
         """outbox: learns which detokenizers and API workers were replaced. grammar: None where no text can have a
-        structure, because nothing would end it or no device sees masks. life: as in `SidecarConfig`."""
+        structure, because nothing would end it or no device sees masks. life: as in `SidecarConfig`. trial_note: as of
+        `RowNotes`."""
         self._requests = pipes.receiver(pipe_name("runner.requests", life), ToRunner)
         self._control = pipes.receiver(pipe_name("runner.control", life), ToRunnerControl)
         self._grammar = grammar
@@ -52,6 +56,7 @@ class Inbox:
         self._vocab_size = vocab_size
         self._limits = limits
         self._repeated = 0
+        self._trials = Trials(scheduler, note=trial_note or [0, 0], start=self._start)
 
     def drain(self) -> None:
         """Take in all that has arrived, without waiting."""
@@ -61,12 +66,17 @@ class Inbox:
             self._take_messages()
         if self._grammar is not None and (arrived or self._grammar.busy):
             self._hear_grammar(self._grammar)
+        if self._trials.busy:
+            self._trials.go_on()
 
     def wait(self, timeout_ms: int) -> bool:
         """Sleep until something arrives or the time is over, and only a moment while a refusal waits for room. True if
         `drain` has something to do."""
         if not self._engines.flush():
             timeout_ms = min(timeout_ms, RETRY_MS)
+        if self._trials.busy:
+            self._poller.wait(min(timeout_ms, TRIAL_MS))
+            return True
         if self._grammar is None or not self._grammar.busy:
             return self._poller.wait(timeout_ms)
         self._poller.wait(min(timeout_ms, KEEP_TIME_MS))
@@ -135,11 +145,13 @@ class Inbox:
     def _backlog(self, service_class: ServiceClass) -> Backlog:
         waiting = self._scheduler.queue.backlog(service_class)
         parked = 0 if self._grammar is None else self._grammar.num_parked(service_class)
-        return waiting._replace(requests=waiting.requests + parked)
+        held = self._trials.held(service_class)
+        return Backlog(waiting.requests + held.requests + parked, waiting.tokens + held.tokens)
 
     def _abort(self, rid: int) -> None:
         if self._grammar is not None:
             self._grammar.abort(rid)
+        self._trials.abort(rid)
         self._scheduler.abort(rid)
 
     def _relink_engine(self, relink: Relink) -> None:
@@ -147,7 +159,7 @@ class Inbox:
         if not self._engines.relink(relink.index, relink.life):
             return
         self._outbox.tell(relink)
-        rids = self._scheduler.rids()
+        rids = self._scheduler.rids() | self._trials.held_rids()
         if self._grammar is not None:
             rids |= self._grammar.parked_rids()
         for rid in filter(self._engines.lost, rids):
@@ -161,7 +173,7 @@ class Inbox:
             elif len(aborted) < len(message.rids):
                 self._add(message)
                 for rid in aborted:
-                    self._scheduler.abort(rid)
+                    self._abort(rid)
         for slot, gen, reason in grammar.take_failed():
             failed = self._scheduler.rid_of(slot, gen)
             if failed is not None:
@@ -173,6 +185,13 @@ class Inbox:
         self._engines.send(rid, failed)
 
     def _add(self, message: Generate) -> None:
+        if not self._trials.take(message):
+            self._start(message)
+
+    def _start(self, message: Generate) -> None:
+        if any(map(self._scheduler.knows, message.rids)):  # its like was held as well
+            self._repeated += 1
+            return
         prompt = np.frombuffer(message.ids, np.int32)
         try:
             self._check_ids(prompt, "prompt")

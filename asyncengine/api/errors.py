@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from aiohttp import web
 
-from asyncengine.errors import EngineError, InvalidRequestError, OverloadedError
+from asyncengine.errors import CrashingRequestError, EngineError, InvalidRequestError, OverloadedError
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,8 @@ def error_response(error: EngineError) -> web.Response:
     response = web.Response(body=error_json(error), status=error.status, content_type="application/json")
     if isinstance(error, OverloadedError):
         response.headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
+    if isinstance(error, CrashingRequestError):  # clients of this API ask again after a 500, unless told
+        response.headers["x-should-retry"] = "false"
     return response
 
 

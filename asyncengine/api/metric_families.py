@@ -44,6 +44,11 @@ _ALWAYS_COUNTERS = (
         "cache_repairs",
         "Times that the KV cache started over: faults in its bookkeeping.",
     ),
+    (
+        "asyncengine:convicted_requests_total",
+        "convicted_requests",
+        "Requests ended because they crash the GPU process.",
+    ),
 )
 """Of what an engine need not have: 0 where it says nothing of it."""
 _TOTALS = (

@@ -81,7 +81,7 @@ class ApiWorker(FrontEnd):
         self._draining = health.state == "draining"
         for place, life in status.lives.items():
             role, _, index = place.rpartition(".")
-            self._relink(msgspec.convert(role, Role), int(index), life)
+            self._relink(msgspec.convert(role, Role), int(index), life, status.crash)
         if not self._begun.is_set():
             info = msgspec.convert(status.info, EngineInfo)
             self._serve(info, tokenizer_workers=self._config.tokenizer_workers)

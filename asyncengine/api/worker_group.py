@@ -138,8 +138,9 @@ class WorkerGroup:
             health = self._supervisor.health()
         serving = health.state not in ("failed", "closed")
         info = msgspec.to_builtins(self.info) if serving else {}
+        supervisor = self._supervisor
         status = EngineStatus(
-            health.state, health.detail, info, self._supervisor.engine_gauges(), self._supervisor.lives()
+            health.state, health.detail, info, supervisor.engine_gauges(), supervisor.lives(), supervisor.crash
         )
         for sender in self._senders:
             if serving:

@@ -12,8 +12,7 @@ ns, one clock for all processes of a machine, except where a field says otherwis
     writer             number = 0 | fields | number = k | records written = k
     reader             number? k -> copy the fields -> number? still k -> the copy is whole
 
-The ring lies in memory (memfd), and the run directory has a link to it: the pages of a file on a disk are written back
-now and then, and whoever writes to one meanwhile waits for the disk. It is gone with its process.
+The ring is gone with its process (`shared_memory`).
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import sys
 from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 from asyncengine.errors import EngineError
+from asyncengine.wire.shared_memory import make_memory, publish
 
 MAGIC = int.from_bytes(b"aeng-acc", "little")
 VERSION = 1
@@ -102,22 +101,14 @@ class RingWriter(Generic[Record]):
     def __init__(self, run_dir: str | Path, role: str, index: int, kind: type[Record]) -> None:
         words = len(kind._fields)
         path = Path(run_dir) / f"{role}.{index}{SUFFIX}"
-        path.unlink(missing_ok=True)
         size = HEADER.size + 8 * words * CAPACITY
-        draft = path.with_name(f"{path.name}.{os.getpid()}")
-        # must stay open: the link leads through it
-        self._fd = _memory_file(path.name) if sys.platform == "linux" else _plain_file(draft)
-        os.ftruncate(self._fd, size)
-        self._memory = mmap.mmap(self._fd, size)
-        self._memory[:] = bytes(size)  # every page is there before the first record
+        self._fd, self._memory = make_memory(path, size)
         HEADER.pack_into(self._memory, 0, MAGIC, VERSION, words, CAPACITY, os.getpid(), index, role.encode(), *[0] * 8)
         self._cells = memoryview(self._memory).cast("q")
         self._fields = struct.Struct(f"<{words - 1}q")
         self._words = words
         self._written = 0
-        if sys.platform == "linux":
-            draft.symlink_to(f"/proc/{os.getpid()}/fd/{self._fd}")
-        draft.replace(path)  # last, so that whoever finds it finds it whole
+        publish(self._fd, path)
 
     def write(self, fields: Sequence[int]) -> None:
         """Append a record: its fields in order, but for `number`."""
@@ -203,11 +194,3 @@ class RingReader(Generic[Record]):
     def close(self) -> None:
         self._cells.release()
         self._memory.close()
-
-
-def _memory_file(name: str) -> int:
-    return os.memfd_create(name)
-
-
-def _plain_file(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)

@@ -137,12 +137,22 @@ class Cancelled(Wire, frozen=True, tag=39):
     found: bool
 
 
+class Crash(Wire, frozen=True, tag=27):
+    """gpu_runner crashed, by a fault of its own, and number `life` takes its place. rids: int64 array, requests that
+    had rows, and some whose rows had ended. convicts: rids of the one request that crashed it, found by a trial."""
+
+    life: int
+    rids: bytes
+    convicts: tuple[int, ...] = ()
+
+
 class EngineStatus(Wire, frozen=True, tag=34):
     """How the engine is, for an API worker, which does not watch the sidecars itself; sent again and again.
 
     state, detail: as in `engine_info.Health`; "failed" and "closed" end the worker. info: the fields of `EngineInfo`,
     none in these.
-    gauges: gpu_runner's latest. lives: of every process that has been replaced and is ready, by "role.index".
+    gauges: gpu_runner's latest. lives: of every process that has been replaced and is ready, by "role.index". crash:
+    the latest one.
     """
 
     state: str
@@ -150,6 +160,7 @@ class EngineStatus(Wire, frozen=True, tag=34):
     info: dict[str, Any]
     gauges: dict[str, int]
     lives: dict[str, int] = msgspec.field(default_factory=dict)
+    crash: Crash | None = None
 
 
 ToEngine = Deltas | Encoded | Failed | Tokenized | Detokenized | Cancel | Cancelled | EngineStatus

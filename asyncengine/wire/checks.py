@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asyncengine.wire.answers import Deltas, Encoded, LogprobColumns, Marks, Openings, PromptColumns
+from asyncengine.wire.answers import Deltas, Encoded, EngineStatus, LogprobColumns, Marks, Openings, PromptColumns
 from asyncengine.wire.base import Finish
 from asyncengine.wire.frames import DetokenizeOptions, Open, PromptLogprobs, StepFrame
 from asyncengine.wire.requests import Generate
@@ -147,10 +147,15 @@ def _encoded(message: Encoded) -> None:
     _require(len(message.rids) == 2 * len(message.num_tokens) and len(message.num_tokens) % 4 == 0)
 
 
+def _engine_status(message: EngineStatus) -> None:
+    _require(message.crash is None or len(message.crash.rids) % 8 == 0)
+
+
 _CHECKS: Mapping[type, Callable[[Any], None]] = {
     Generate: _generate,
     DetokenizeOptions: _detokenize_options,
     StepFrame: _step_frame,
     Deltas: _deltas,
     Encoded: _encoded,
+    EngineStatus: _engine_status,
 }

@@ -7,17 +7,23 @@ from asyncengine.sampling import SamplingParams, Structured
 from asyncengine.terms import DEFAULT_TERMS, Terms
 from asyncengine.wire.base import Wire
 
+PROVEN_TOKENS = 16
+"""A choice that has had so many tokens more than it had when gpu_runner crashed is not what crashed it there. More than
+the tokens that may have been computed but lost with the process."""
+
 
 class Resume(Wire, frozen=True, tag=9):
     """Where choice number `choice` of a request goes on that was lost with a process.
 
     ids: int32 array, the output it has: it is continued as if it had just produced them. shown: bytes of its text that
-    its caller has; the text of `ids` may be less (a token that was computed again) or more (text held back).
+    its caller has; the text of `ids` may be less (a token that was computed again) or more (text held back). suspect:
+    it may be what crashes gpu_runner, and is to run there for a trial first.
     """
 
     choice: int
     ids: bytes
     shown: int
+    suspect: bool = False
 
 
 class EncodeText(Wire, frozen=True, tag=1):

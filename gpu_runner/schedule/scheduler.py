@@ -262,6 +262,32 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def num_steps(self) -> int:
+        """Planned so far."""
+        return self._next_step - 1
+
+    @property
+    def num_steps_done(self) -> int:
+        """Committed so far."""
+        return self.rows.pool.completed_epoch
+
+    @property
+    def starting(self) -> bool:
+        """Whether a request waits that has not run here, or a row is on its way to its next token through a prefill."""
+        running = self._running
+        return bool(running.prefill or running.loading) or any(request.slot < 0 for request in self.queue)
+
+    def new_tokens(self, rid: int) -> int | None:
+        """How many it has had here, as far as the host knows; None if it neither waits nor runs."""
+        slot = self.slots.slot_of.get(rid)
+        if slot is None:
+            return 0 if rid in self.queue else None
+        self._running.store()
+        request = self.slots.request[slot]
+        assert request is not None
+        return int(self.slots.known[slot]) - len(request.tokens)
+
+    @property
     def rows_to_fill(self) -> int:
         """How many of the requests that wait may be about to start; none while the first of them finds no room."""
         return self._admission.rows_to_fill
@@ -378,7 +404,7 @@ class Scheduler:
             "cached_pages": rows.tree.num_evictable,
             "pinned_pages": rows.sessions.num_pages,
             "sessions": len(rows.sessions),
-            "steps": self._next_step - 1,
+            "steps": self.num_steps,
             **asdict(self.counters),
             **(NO_HOST_GAUGES if rows.tier is None else rows.tier.gauges()),
             "step_time_error_permille": round(1000 * self.step_time.error),

@@ -80,6 +80,7 @@ class Slots:
         self.request: list[Request | None] = [None] * num_slots
         self.slot_of: dict[int, int] = {}  # by rid, of every request that holds one
         self.node: list[Node | None] = [None] * num_slots  # the locked radix node that ends the row's cached prefix
+        self.latest_rid: list[int] | memoryview[int] = [-1] * num_slots  # as in `RowNotes`
         self._free = list(range(num_slots - 1, -1, -1))
         self._admissions = 0
 
@@ -91,6 +92,7 @@ class Slots:
         """Give a request that never ran here a slot and copy its tokens in."""
         slot = self._free.pop()
         request.slot = self.slot_of[request.rid] = slot
+        self.latest_rid[slot] = request.rid
         self.request[slot] = request
         self.prompt_len[slot] = request.prompt_len
         self.known[slot] = len(request.tokens)
@@ -151,6 +153,7 @@ class Slots:
             request = self.request[slot]
             assert request is not None
             assert request.slot == slot == self.slot_of[request.rid]
+            assert self.latest_rid[slot] == request.rid
             assert self.prompt_len[slot] == request.prompt_len
             assert request.prompt_len <= len(request.tokens) <= self.known[slot] <= self.limit[slot]
             assert self.scored[slot] <= self.score_end[slot] < self.prompt_len[slot]

@@ -62,6 +62,7 @@ async def test_gauges_and_totals_have_the_names_that_operators_know(server: Serv
         "kv_stores": 34,
         "pinned_pages": 5,
         "cache_repairs": 1,
+        "convicted_requests": 3,
         "step_time_error_permille": 125,
     }
     page = await scrape(server)
@@ -85,6 +86,7 @@ async def test_gauges_and_totals_have_the_names_that_operators_know(server: Serv
         "asyncengine:session_pinned_pages": 5,
         "asyncengine:host_session_pinned_pages": 6,
         "asyncengine:kv_cache_repairs_total": 1,
+        "asyncengine:convicted_requests_total": 3,
         "asyncengine:step_time_error_ratio": 0.125,
     }.items():
         assert page[name] == {(): pytest.approx(value)}, name

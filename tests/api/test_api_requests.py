@@ -9,7 +9,7 @@ from api_server import CHAT, COMPLETIONS, Server
 from fake_backend import MODEL, FakeBackend
 
 from asyncengine.engine_info import Health
-from asyncengine.errors import OverloadedError
+from asyncengine.errors import CrashingRequestError, OverloadedError
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 BODIES = [(COMPLETIONS, {"prompt": "abc"}, "cmpl"), (CHAT, {"messages": MESSAGES}, "chatcmpl")]
@@ -153,6 +153,14 @@ async def test_an_engine_without_room_says_when_to_ask_again(server: Server, bac
     async with server.session.post(server.url + "/tokenize", json={"prompt": "a"}) as response:
         answer = await response.json()
     assert (response.status, answer["error"]["code"], response.headers["Retry-After"]) == (503, "overloaded", "1")
+
+
+async def test_clients_are_told_not_to_repeat_what_crashes_the_engine(server: Server, backend: FakeBackend) -> None:
+    backend.refusal = CrashingRequestError("no more", code="request_crashes_engine")
+    for body in ({}, {"stream": True}):
+        async with server.session.post(server.url + COMPLETIONS, json={"prompt": "a", **body}) as response:
+            code = (await response.json())["error"]["code"]
+        assert (response.status, code, response.headers["x-should-retry"]) == (500, "request_crashes_engine", "false")
 
 
 # ------------------------------------------------------------------------------------------------------ for operators

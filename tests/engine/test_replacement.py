@@ -131,6 +131,7 @@ async def test_every_sidecar_that_is_killed_is_replaced_and_the_engine_hears_of_
             "gpu_runner_restarts": 2,
             "tokenizer_proc_restarts": 1,
             "detokenizer_proc_restarts": 1,
+            "convicted_requests": 0,
         }
     assert heard.failures == []
     assert caplog.messages[0] == "gpu_runner was killed by SIGKILL; it is being replaced"

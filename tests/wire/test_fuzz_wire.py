@@ -27,7 +27,7 @@ from asyncengine.sampling import SamplingParams
 from asyncengine.streams import RequestStream
 from asyncengine.terms import Terms
 from asyncengine.tokenizer_links import TokenizerLink
-from asyncengine.wire.answers import Deltas, Marks, PromptColumns, ToEngine
+from asyncengine.wire.answers import Crash, Deltas, EngineStatus, Marks, PromptColumns, ToEngine
 from asyncengine.wire.base import Finish
 from asyncengine.wire.frames import Open, RowMarks, StepFrame, ToDetokenizer
 from asyncengine.wire.pipes import Receiver, Sender
@@ -230,3 +230,10 @@ def test_prompts_are_arrays_of_whole_ids() -> None:
     for ids in (b"", b"\0", b"\0" * 5):
         assert is_dropped(msgspec.structs.replace(GENERATE, ids=ids))
     assert np.frombuffer(GENERATE.ids, np.int32).tolist() == [1, 2, 3]
+
+
+def test_a_crash_has_an_array_of_whole_rids() -> None:
+    status = EngineStatus("ready", "", {}, {}, {}, Crash(1, bytes(12)))
+    assert is_dropped(status)
+    assert not is_dropped(msgspec.structs.replace(status, crash=Crash(1, bytes(16))))
+    assert not is_dropped(msgspec.structs.replace(status, crash=None))

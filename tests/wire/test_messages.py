@@ -33,6 +33,7 @@ NOT_SENT_ALONE = {
     answers.Marks,
     frames.RowMarks,
     requests.Resume,
+    answers.Crash,
     frames.Open,
     frames.DetokenizeOptions,
     answers.LogprobColumns,

@@ -1,0 +1,77 @@
+"""The real gpu_runner on a device that computes nothing (`paged_model`) and cannot bear some tokens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+from support.paged_model import PagedModel
+
+from asyncengine.config import PAGE_SIZE
+from asyncengine.wire.reports import RunnerInfo
+from asyncengine.wire.sidecar import run_sidecar
+from gpu_runner import __main__ as runner
+from gpu_runner.schedule.plan import StepPlan, StepResult
+
+SEGFAULT, EXCEPTION, LATE = 40_001, 40_002, 40_003
+"""Tokens: the first two crash the step that has them, the last one its row as that reaches `LATE_POSITION`."""
+LATE_POSITION = 50
+OUTPUT_IDS = 1000
+NUM_PAGES, CONTEXT = 1025, 2048
+STEP_SECONDS = 0.004
+FAULT = "an illegal memory access was encountered"
+
+
+class PoisonedModel(PagedModel):
+    """With what `gpu_runner.__main__` needs of an executor."""
+
+    num_pages, max_model_len, max_step_tokens = NUM_PAGES, CONTEXT, 256
+    host_pages = page_load_ns = 0
+    model_config = SimpleNamespace(eos_ids=(), vocab_size=49152)
+    masks = SimpleNamespace(readable=False)
+    info = RunnerInfo(
+        device="cuda",
+        dtype="float32",
+        architecture="poisoned",
+        vocab_size=49152,
+        max_model_len=CONTEXT,
+        num_pages=NUM_PAGES,
+        weight_bytes=1,
+        kv_cache_bytes=NUM_PAGES * PAGE_SIZE,
+    )
+
+    def collect(self) -> StepResult:
+        time.sleep(STEP_SECONDS)
+        tokens = self.in_flight[0].prefill_tokens
+        if SEGFAULT in tokens:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if EXCEPTION in tokens:
+            raise RuntimeError(FAULT)
+        return super().collect()
+
+    def _sample(self, plan: StepPlan, row: int) -> tuple[int, int]:
+        slot = plan.row_slot[row]
+        if self.kv_len[slot] == LATE_POSITION:
+            positions = np.arange(LATE_POSITION)
+            if LATE in self.pages[self.page_table[slot, positions // PAGE_SIZE], positions % PAGE_SIZE]:
+                raise RuntimeError(FAULT)
+        return super()._sample(plan, row)
+
+    def close(self) -> None:
+        pass
+
+
+def build_executor(config: Any, model_path: str, progress: Any, *, num_slots: int) -> PoisonedModel:
+    return PoisonedModel(num_slots=num_slots, num_pages=NUM_PAGES, max_model_len=CONTEXT, vocab_size=OUTPUT_IDS)
+
+
+if __name__ == "__main__":
+    build = ModuleType("gpu_runner.device.build")
+    build.build_executor = build_executor  # type: ignore[attr-defined]
+    sys.modules[build.__name__] = build  # in place of the one that takes seconds to import torch
+    run_sidecar("gpu_runner", runner.serve)
