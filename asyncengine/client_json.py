@@ -19,6 +19,7 @@ from asyncengine.errors import (
     RequestTimeoutError,
 )
 from asyncengine.logprobs import TokenLogprob, TopLogprob
+from asyncengine.prompt_messages import as_json, plain_prompt
 from asyncengine.request_terms import AskedTerms
 from asyncengine.sampling import SamplingParams, Structured
 
@@ -120,7 +121,9 @@ def request_body(
     parallel_tool_calls: bool,
     terms: AskedTerms,
 ) -> bytes:
-    """Of a completion, or of a chat completion if the prompt is a conversation."""
+    """Of a completion, or of a chat completion if the prompt is a conversation. Raises `InvalidRequestError` for what
+    is no JSON."""
+    prompt = plain_prompt(prompt)
     # `return_token_ids` and `continuous_usage_stats` carry what a delta has besides its text
     body: dict[str, Any] = msgspec.structs.asdict(params) | {
         "stream": True,
@@ -133,7 +136,7 @@ def request_body(
     if model is not None:
         body["model"] = model
     if not isinstance(prompt, ChatPrompt):
-        return msgspec.json.encode(body | {"prompt": prompt if isinstance(prompt, str) else list(prompt)})
+        return as_json("the request", body | {"prompt": prompt if isinstance(prompt, str) else list(prompt)})
     body |= {
         "messages": prompt.messages,
         "logprobs": params.logprobs is not None,
@@ -147,7 +150,7 @@ def request_body(
             "tool_choice": _tool_choice(tool_choice),
             "parallel_tool_calls": parallel_tool_calls,
         }
-    return msgspec.json.encode(body)
+    return as_json("the request", body)
 
 
 def _tool_choice(choice: str) -> str | dict[str, Any]:

@@ -20,7 +20,6 @@ from asyncengine.api.patience import Patience
 from asyncengine.api.prompts import completion_prompts
 from asyncengine.api.request_body import IGNORED_FIELDS, ignored_fields_header, json_body, json_response
 from asyncengine.api.schema import (
-    REQUEST_NAME,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
@@ -42,6 +41,7 @@ from asyncengine.api.stream_events import ChatCompletionChunkJson, CompletionChu
 from asyncengine.api.unsupported import NO_EFFECT_IN_CHAT, NO_EFFECT_IN_COMPLETIONS
 from asyncengine.engine_info import EngineInfo
 from asyncengine.errors import InvalidRequestError
+from asyncengine.request_terms import REQUEST_NAME
 from asyncengine.sampling import SamplingParams
 from asyncengine.telemetry import current_trace
 
