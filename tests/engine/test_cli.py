@@ -191,7 +191,10 @@ def test_a_chat_streams_answers_and_remembers_the_conversation(short_path: Path)
     assert "Traceback" not in err
 
 
-def test_a_chat_over_http_is_the_same_and_a_lost_server_is_one_line(short_path: Path) -> None:
+def test_a_chat_over_http_is_the_same_and_a_lost_server_is_one_line(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCENGINE_API_KEY", "the-key-of-server-and-chat")
     (short_path / "server").mkdir()
     (short_path / "chat").mkdir()
     with running(short_path / "server", "serve", "--port", "0") as server:
@@ -263,6 +266,11 @@ def test_help_needs_no_heavy_import(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--max-num-batched-tokens" in capsys.readouterr().out
     loaded = modules_after("import asyncengine.cli; asyncengine.cli.build_parser()")
     assert not loaded & {"torch", "numpy", "aiohttp", "uvloop", "huggingface_hub", "tqdm", "zmq"}
+
+
+def test_the_package_can_be_run_as_the_command() -> None:
+    ran = subprocess.run([sys.executable, "-m", "asyncengine", "--help"], capture_output=True, text=True, check=True)
+    assert ran.stdout.startswith("usage: asyncengine ")
 
 
 def test_importing_the_package_loads_neither_torch_nor_aiohttp() -> None:
