@@ -24,6 +24,7 @@ from asyncengine.request_terms import AskedTerms
 from asyncengine.sampling import SamplingParams, Structured
 
 _EVENT_END = b"\n\n"
+_DATA = b"data:"
 _DONE = b"[DONE]"
 
 
@@ -174,14 +175,15 @@ def _outputs(structured: Structured | None) -> dict[str, Any] | None:
 
 
 async def events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The data of each event but [DONE], to the end of the response. An event may be of any size."""
+    """The data of each event but [DONE], to the end of the response. An event may be of any size. Proxies may end lines
+    in their own way, and put comments between events."""
     rest = b""
     async for received in response.content.iter_any():
-        *events, rest = (rest + received).split(_EVENT_END)
+        *events, rest = (rest + received).replace(b"\r\n", b"\n").split(_EVENT_END)
         for event in events:
-            data = event.removeprefix(b"data: ")
-            if data != _DONE:
-                yield data
+            for line in event.split(b"\n"):
+                if line.startswith(_DATA) and (data := line.removeprefix(_DATA).strip()) != _DONE:
+                    yield data
 
 
 def delta_of(data: bytes) -> Delta | None:
@@ -226,13 +228,15 @@ def models_of(body: bytes) -> list[str]:
 
 
 def health_of(body: bytes, status: int) -> Health:
-    """Raises `EngineError`."""
+    """Raises `EngineError`, as the server says for a refusal."""
     try:
         told = _HEALTH.decode(body)
         if status == 200:
             return Health(state="ready")
         return msgspec.convert({"state": told.status, "detail": told.reason}, Health)
-    except msgspec.ValidationError as error:
+    except msgspec.DecodeError as error:
+        if status != 200:
+            raise error_of(body, status) from None
         raise EngineError(f"its health is not understood: {error}") from error
 
 

@@ -146,9 +146,11 @@ def test_an_answer_and_an_error_can_be_copied_to_another_process(llm: LLM) -> No
     (answer,) = llm.generate(TEXTS[0], SamplingParams(logprobs=1, n=2), use_tqdm=False)
     (refused,) = llm.generate("x " * 2048, use_tqdm=False)
     assert copy.deepcopy(answer) == answer
-    error = copy.deepcopy(refused).error
+    told, error = refused.error, copy.deepcopy(refused).error
+    assert told is not None
+    assert error is not None
     assert type(error) is InvalidRequestError
-    assert (error.message, error.code, error.param) == (refused.error.message, "context_length_exceeded", "prompt")
+    assert (error.message, error.code, error.param) == (told.message, "context_length_exceeded", "prompt")
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,9 @@ def test_lists_single_texts_and_mappings_are_taken_for_tuples_and_numpys_numbers
 def test_a_structure_of_another_type_is_refused_by_name(structured: Any) -> None:
     with pytest.raises(InvalidRequestError, match="structured must be a Structured or None"):
         SamplingParams(structured=structured)
+    no_text: Any = {"type": "object"}
     with pytest.raises(InvalidRequestError, match="the json_schema must be a text"):
-        Structured("json_schema", structured if structured != "x" else None)
+        Structured("json_schema", no_text)
 
 
 def test_nothing_is_adjusted_or_reported_unless_asked() -> None:
