@@ -12,6 +12,7 @@ from aiohttp import web
 
 from asyncengine.api.endpoints import Header
 from asyncengine.api.errors import BodyTimeoutError
+from asyncengine.engine_info import EngineInfo
 from asyncengine.errors import InvalidRequestError
 
 IGNORED_FIELDS = Header(name="x-ignored-fields", kind=str, description="Names of fields that are unknown here")
@@ -61,6 +62,13 @@ def json_response(value: object, *, status: int = 200, ignored: Sequence[str] = 
         content_type="application/json",
         headers=ignored_fields_header(ignored),
     )
+
+
+def check_known(ignored: Sequence[str], info: EngineInfo) -> None:
+    """Raises `InvalidRequestError` for fields that are unknown here, on a server that is to refuse them."""
+    if ignored and info.refuse_unknown_fields:
+        name = ignored[0][:MAX_REPORTED_NAME_CHARS]
+        raise InvalidRequestError(f"{name!r} is no field of this request", code="unknown_parameter", param=name)
 
 
 def ignored_fields_header(names: Sequence[str]) -> dict[str, str]:

@@ -413,6 +413,26 @@ async def test_unknown_fields_are_accepted_and_reported(server: Server, stream: 
         assert response.headers["x-ignored-fields"] == "metadata, n???x??y, temprature"
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "a"}),
+        (CHAT, {"messages": [USER]}),
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [97]}),
+    ],
+)
+async def test_a_strict_server_refuses_unknown_fields_by_name(
+    server: Server, backend: FakeBackend, path: str, body: dict[str, Any]
+) -> None:
+    backend.info = msgspec.structs.replace(backend.info, refuse_unknown_fields=True)
+    assert (await server.post(path, body))[0] == 200
+    error = await refused(server, path, body | {"temprature": 0, "zz": 1})
+    assert (error["param"], error["code"]) == ("temprature", "unknown_parameter")
+    assert error["message"] == "'temprature' is no field of this request"
+    assert len(backend.calls) == (path in (COMPLETIONS, CHAT))
+
+
 async def test_many_long_unknown_fields_keep_the_header_small(server: Server) -> None:
     body = {"prompt": "a", **{f"{i:04}" + "x" * 1000: i for i in range(500)}}
     async with server.session.post(server.url + COMPLETIONS, json=body) as response:

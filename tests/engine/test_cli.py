@@ -15,12 +15,14 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.command_line import Command, all_gone, ask, running
 
 from asyncengine.cli import build_parser, engine_config, main, ready_text
 from asyncengine.config import EngineConfig
+from asyncengine.errors import StartupError
 from asyncengine.run_dir import remove_stale
 
 IMPORT_LIMIT_US = 100_000
@@ -242,6 +244,32 @@ def test_options_become_the_configuration() -> None:
         kv_cache_tokens=4096,
     )
     assert engine_config(build_parser().parse_args(["chat"])) == EngineConfig()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": ""}, "model must not be empty"),
+        ({"model": None}, "model: Expected `str`, got `null`"),
+        ({"served_model_name": ""}, "served_model_name must not be empty"),
+        ({"max_num_seqs": "8"}, "max_num_seqs: Expected `int`, got `str`"),
+        ({"max_num_seqs": 8.5}, "max_num_seqs: Expected `int`, got `float`"),
+        ({"max_num_seqs": True}, "max_num_seqs: Expected `int`, got `bool`"),
+        ({"batch_invariant": "no"}, "batch_invariant: Expected `bool`, got `str`"),
+        ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization: Expected `float`, got `str`"),
+        ({"chat_template": b"t.jinja"}, "chat_template: Expected `str | null`, got `bytes`"),
+        ({"device": "tpu"}, "device must be one of auto, cuda, cpu, got 'tpu'"),
+    ],
+)
+def test_a_configuration_of_wrong_values_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(StartupError) as refused:
+        EngineConfig(**options)
+    assert refused.value.message == message
+
+
+def test_paths_may_be_paths() -> None:
+    paths: dict[str, Any] = {"model": Path("/a/b"), "chat_template": Path("t.jinja")}
+    assert EngineConfig(**paths) == EngineConfig(model="/a/b", chat_template="t.jinja")
 
 
 def test_the_ready_line_holds_a_command_that_a_shell_can_run() -> None:
