@@ -109,8 +109,13 @@ class LLM:
         The model's chat template makes prompts of them. Answers are text as the model writes it: reasoning and calls of
         `tools` are in it.
         """
-        single = len(messages) > 0 and isinstance(messages[0], Mapping)
+        single = isinstance(messages, list | tuple) and len(messages) > 0 and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
+        if not isinstance(messages, list | tuple) or not all(isinstance(each, list | tuple) for each in conversations):
+            raise InvalidRequestError(
+                "messages must be one conversation, which is a list of messages, or a list of conversations",
+                param="messages",
+            )
         prompts = [
             ChatPrompt(
                 messages=list(conversation),

@@ -142,6 +142,12 @@ def test_what_are_no_prompts_or_no_parameters_is_refused(llm: LLM, prompts: Any)
         llm.generate("x", use_tqdm=False, max_tokens=3)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize("messages", [None, "hello", {"role": "user", "content": "x"}, ["hello"], [[], 5]])
+def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="messages must be one conversation"):
+        llm.chat(messages, use_tqdm=False)
+
+
 def test_an_answer_and_an_error_can_be_copied_to_another_process(llm: LLM) -> None:
     (answer,) = llm.generate(TEXTS[0], SamplingParams(logprobs=1, n=2), use_tqdm=False)
     (refused,) = llm.generate("x " * 2048, use_tqdm=False)
