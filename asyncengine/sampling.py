@@ -118,16 +118,18 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_
             raise InvalidRequestError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", param="min_tokens"
             )
+        _float("temperature", self.temperature, 0.0, 2.0)
         _int("top_k", self.top_k, -1, INT32_MAX)
-        for name, low, high in _NUMBERS:
-            number = _float(name, getattr(self, name), low, high)
-            if number is not getattr(self, name):
-                force_setattr(self, name, number)
+        _float("top_p", self.top_p, 0.0, 1.0)
+        _float("min_p", self.min_p, 0.0, 1.0)
+        _float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _float("repetition_penalty", self.repetition_penalty, 0.01, 10.0)
         for name in ("logit_bias", "stop", "stop_token_ids"):
             if type(getattr(self, name)) is not tuple:
                 force_setattr(self, name, _tuple(name, getattr(self, name)))
         if self.logit_bias:
-            force_setattr(self, "logit_bias", _logit_bias(self.logit_bias))
+            _logit_bias(self.logit_bias)
         if self.logprobs is not None:
             _int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.prompt_logprobs is not None:
@@ -164,29 +166,16 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_
             )
 
 
-_NUMBERS = (
-    ("temperature", 0.0, 2.0),
-    ("top_p", 0.0, 1.0),
-    ("min_p", 0.0, 1.0),
-    ("presence_penalty", -2.0, 2.0),
-    ("frequency_penalty", -2.0, 2.0),
-    ("repetition_penalty", 0.01, 10.0),
-)
-"""Fields that are no integers, and their bounds."""
-
-
 def _int(name: str, value: int, low: int, high: int) -> None:
     if type(value) is not int or not low <= value <= high:
         raise InvalidRequestError(f"{name} must be an integer from {low} to {high}, got {value!r}", param=name)
 
 
-def _float(name: str, value: float, low: float, high: float) -> float:
-    """`value`; numpy's, which no message can hold, as Python's."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InvalidRequestError(f"{name} must be a finite number, got {value!r}", param=name)
+def _float(name: str, value: float, low: float, high: float) -> None:
+    if type(value) is not int and (type(value) is not float or not math.isfinite(value)):
+        raise InvalidRequestError(f"{name} must be a finite number (int or float), got {value!r}", param=name)
     if not low <= value <= high:
         raise InvalidRequestError(f"{name} must be from {low:g} to {high:g}, got {value!r}", param=name)
-    return value if type(value) in (float, int) else float(value)
 
 
 def _tuple(name: str, values: Any) -> tuple[Any, ...]:
@@ -198,26 +187,25 @@ def _tuple(name: str, values: Any) -> tuple[Any, ...]:
         case Mapping() if name == "logit_bias":
             return tuple(values.items())
         case list() | tuple():
-            return tuple(values)
+            return tuple(tuple(each) if type(each) is list else each for each in values)
     raise InvalidRequestError(f"{name} must be a list, got {values!r}", param=name)
 
 
-def _logit_bias(pairs: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+def _logit_bias(pairs: tuple[tuple[int, float], ...]) -> None:
     if len(pairs) > MAX_LOGIT_BIAS:
         raise InvalidRequestError(
             f"logit_bias may name at most {MAX_LOGIT_BIAS} tokens, got {len(pairs)}", param="logit_bias"
         )
     for pair in pairs:
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
+        if type(pair) is not tuple or len(pair) != 2:
             raise InvalidRequestError(
                 f"logit_bias must be pairs of a token id and a bias, got {pair!r}", param="logit_bias"
             )
-        token = pair[0]
+        token, bias = pair
         if type(token) is not int or not 0 <= token <= INT32_MAX:
             raise InvalidRequestError(
                 f"a token id in logit_bias must be an integer from 0 to {INT32_MAX}, got {token!r}", param="logit_bias"
             )
-    checked = tuple((token, _float("logit_bias", bias, -100.0, 100.0)) for token, bias in pairs)
+        _float("logit_bias", bias, -100.0, 100.0)
     if len({token for token, _ in pairs}) < len(pairs):
         raise InvalidRequestError("logit_bias names a token twice", param="logit_bias")
-    return checked
