@@ -14,7 +14,7 @@ from asyncengine.delta import Delta
 from asyncengine.engine import AsyncEngine
 from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError
 from asyncengine.outputs import RequestOutput, assemble
-from asyncengine.prompt_messages import prompt_message
+from asyncengine.prompt_messages import check_params, prompt_message
 from asyncengine.request_terms import AskedTerms
 from asyncengine.sampling import SamplingParams
 from asyncengine.terms import DEFAULT_TERMS
@@ -71,6 +71,7 @@ async def _check(engine: AsyncEngine, prompts: Sequence[Prompt], params: Sequenc
     largest = 0
     for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
         name = f"prompts[{index}]"
+        check_params(wanted)
         try:
             _, size = prompt_message(0, prompt, wanted, "", DEFAULT_TERMS, info=engine.info)
         except InvalidRequestError as error:

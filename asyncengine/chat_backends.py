@@ -46,11 +46,11 @@ class EngineBackend:
 
 
 class ServerBackend:
-    """The first model of the server at `url`."""
+    """The first model of the server at `url`. api_key: for one that wants a key."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, api_key: str | None) -> None:
         self._url = url
-        self._client = AsyncClient(url, retry=RetryPolicy(attempts=1))  # a person tries again
+        self._client = AsyncClient(url, api_key=api_key, retry=RetryPolicy(attempts=1))  # a person tries again
 
     async def open(self) -> str:
         await self._client.__aenter__()

@@ -114,7 +114,10 @@ def build_parser() -> argparse.ArgumentParser:
     chat = commands.add_parser("chat", help="talk to a model in the terminal")
     chat.set_defaults(command=chat_command)
     chat.add_argument(
-        "--url", metavar="URL", help="talk to the server at this address instead of starting an engine (default: none)"
+        "--url",
+        metavar="URL",
+        help=f"talk to the server at this address, with the key in {API_KEY_VARIABLE} if there is one, instead of "
+        "starting an engine (default: none)",
     )
     chat.add_argument("--system", metavar="TEXT", help="system message (default: none)")
     chat.add_argument(
@@ -288,7 +291,7 @@ def chat_command(args: argparse.Namespace) -> int:
         raise InvalidRequestError("a chat's max_tokens must be at least 1, got 0", param="max_tokens")
     with ConsoleProgress() as progress:
         if args.url:
-            backend: Backend = ServerBackend(args.url)
+            backend: Backend = ServerBackend(args.url, os.environ.get(API_KEY_VARIABLE))
         else:
             backend = EngineBackend(AsyncEngine.start(engine_config(args), progress=progress, modules=args.modules))
         return Chat(backend, params, system=args.system).run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from datetime import UTC, datetime
 from types import TracebackType
@@ -18,7 +19,8 @@ from asyncengine.client_json import delta_of, error_of, events, health_of, model
 from asyncengine.delta import Delta
 from asyncengine.engine_info import Health
 from asyncengine.errors import EngineDeadError, EngineError, InvalidRequestError, RequestTimeoutError
-from asyncengine.request_terms import AskedTerms, check_session
+from asyncengine.prompt_messages import check_params
+from asyncengine.request_terms import REQUEST_NAME, AskedTerms, check_names, check_session
 from asyncengine.retries import RetryPolicy, seconds_of
 from asyncengine.sampling import SamplingParams
 from asyncengine.time_limits import TimeLimits, Timeouts
@@ -55,6 +57,12 @@ class AsyncClient:
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
         chance: Callable[[], float] = random.random,
     ) -> None:
+        if not base_url.startswith(("http://", "https://")):
+            raise InvalidRequestError(
+                f"base_url must begin with http:// or https://, got {base_url!r}", param="base_url"
+            )
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise InvalidRequestError("an API key must be printable ASCII", param="api_key")  # it is not for messages
         self._base_url = base_url.rstrip("/").removesuffix("/v1")
         self._model = model
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
@@ -132,7 +140,11 @@ class AsyncClient:
         `InvalidRequestError`, `OverloadedError`, `EngineDeadError` as the server reports them, `RequestTimeoutError`,
         and `EngineError` when the server cannot be reached.
         """
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        check_params(params)
+        check_names(terms, AskedTerms)
+        if request_id and not re.fullmatch(REQUEST_NAME, request_id):
+            raise InvalidRequestError(f"request_id must match {REQUEST_NAME}, got {request_id!r}", param="request_id")
         if params.prompt_logprobs is not None or params.max_tokens == 0:
             raise InvalidRequestError(
                 "a client's deltas do not have what a request for its prompt alone, or for its prompt's "

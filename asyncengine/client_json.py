@@ -19,10 +19,12 @@ from asyncengine.errors import (
     RequestTimeoutError,
 )
 from asyncengine.logprobs import TokenLogprob, TopLogprob
+from asyncengine.prompt_messages import as_json, plain_prompt
 from asyncengine.request_terms import AskedTerms
 from asyncengine.sampling import SamplingParams, Structured
 
 _EVENT_END = b"\n\n"
+_DATA = b"data:"
 _DONE = b"[DONE]"
 
 
@@ -120,7 +122,9 @@ def request_body(
     parallel_tool_calls: bool,
     terms: AskedTerms,
 ) -> bytes:
-    """Of a completion, or of a chat completion if the prompt is a conversation."""
+    """Of a completion, or of a chat completion if the prompt is a conversation. Raises `InvalidRequestError` for what
+    is no JSON."""
+    prompt = plain_prompt(prompt)
     # `return_token_ids` and `continuous_usage_stats` carry what a delta has besides its text
     body: dict[str, Any] = msgspec.structs.asdict(params) | {
         "stream": True,
@@ -133,7 +137,7 @@ def request_body(
     if model is not None:
         body["model"] = model
     if not isinstance(prompt, ChatPrompt):
-        return msgspec.json.encode(body | {"prompt": prompt if isinstance(prompt, str) else list(prompt)})
+        return as_json("the request", body | {"prompt": prompt if isinstance(prompt, str) else list(prompt)})
     body |= {
         "messages": prompt.messages,
         "logprobs": params.logprobs is not None,
@@ -147,7 +151,7 @@ def request_body(
             "tool_choice": _tool_choice(tool_choice),
             "parallel_tool_calls": parallel_tool_calls,
         }
-    return msgspec.json.encode(body)
+    return as_json("the request", body)
 
 
 def _tool_choice(choice: str) -> str | dict[str, Any]:
@@ -171,14 +175,15 @@ def _outputs(structured: Structured | None) -> dict[str, Any] | None:
 
 
 async def events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The data of each event but [DONE], to the end of the response. An event may be of any size."""
+    """The data of each event but [DONE], to the end of the response. An event may be of any size. Proxies may end lines
+    in their own way, and put comments between events."""
     rest = b""
     async for received in response.content.iter_any():
-        *events, rest = (rest + received).split(_EVENT_END)
+        *events, rest = (rest + received).replace(b"\r\n", b"\n").split(_EVENT_END)
         for event in events:
-            data = event.removeprefix(b"data: ")
-            if data != _DONE:
-                yield data
+            for line in event.split(b"\n"):
+                if line.startswith(_DATA) and (data := line.removeprefix(_DATA).strip()) != _DONE:
+                    yield data
 
 
 def delta_of(data: bytes) -> Delta | None:
@@ -223,13 +228,15 @@ def models_of(body: bytes) -> list[str]:
 
 
 def health_of(body: bytes, status: int) -> Health:
-    """Raises `EngineError`."""
+    """Raises `EngineError`, as the server says for a refusal."""
     try:
         told = _HEALTH.decode(body)
         if status == 200:
             return Health(state="ready")
         return msgspec.convert({"state": told.status, "detail": told.reason}, Health)
-    except msgspec.ValidationError as error:
+    except msgspec.DecodeError as error:
+        if status != 200:
+            raise error_of(body, status) from None
         raise EngineError(f"its health is not understood: {error}") from error
 
 

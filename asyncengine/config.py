@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import Literal, get_args
+from typing import Literal, get_args, get_type_hints
 
 import msgspec
+from msgspec.structs import force_setattr
 
 from asyncengine.errors import StartupError
 
@@ -66,6 +67,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         being evicted.
     queue_timeout_seconds: a request of which nothing has come for so long since it arrived ends with an error;
         request_timeout_seconds: and so does one that is not complete. The HTTP server keeps these two.
+    refuse_unknown_fields: whether it refuses a body with a field that it does not know, or ignores and reports that.
     max_crashes, crash_window_seconds: a sidecar that is lost is replaced and its work taken up again; so many losses
         within that time end the engine. 1 = the first does.
     hang_timeout_seconds: a sidecar that gives no sign of life for so long is killed, and so replaced; gpu_runner on a
@@ -96,6 +98,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     session_pin_share: float = 0.25
     queue_timeout_seconds: float = DEFAULT_QUEUE_TIMEOUT_SECONDS
     request_timeout_seconds: float = DEFAULT_REQUEST_TIMEOUT_SECONDS
+    refuse_unknown_fields: bool = False
     chat_template: str | None = None
     tool_call_parser: ToolCallParserName = "auto"
     reasoning_parser: ReasoningParserName = "auto"
@@ -106,8 +109,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     hang_timeout_seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        if not self.model:
-            raise StartupError("model must not be empty")
+        for name in ("model", "chat_template"):
+            if isinstance(path := getattr(self, name), os.PathLike):
+                force_setattr(self, name, os.fspath(path))
+        for name in ("model", "served_model_name"):
+            if getattr(self, name) == "":
+                raise StartupError(f"{name} must not be empty")
         for name, allowed in (
             ("device", Device),
             ("dtype", DType),
@@ -119,6 +126,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if getattr(self, name) not in get_args(allowed):
                 raise StartupError(f"{name} must be one of {', '.join(get_args(allowed))}, got {getattr(self, name)!r}")
+        for name, kind in get_type_hints(EngineConfig).items():
+            try:
+                msgspec.convert(getattr(self, name), kind)
+            except msgspec.ValidationError as error:
+                raise StartupError(f"{name}: {error}") from None
         for name, low, high in (
             ("max_model_len", 2, 2**24),
             ("max_num_seqs", 1, 8192),

@@ -44,6 +44,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     scheduling_policy: SchedulingPolicy = "fcfs"
     queue_timeout_seconds: float = DEFAULT_QUEUE_TIMEOUT_SECONDS
     request_timeout_seconds: float = DEFAULT_REQUEST_TIMEOUT_SECONDS
+    refuse_unknown_fields: bool = False
     num_graphs: int = 0
     num_kernels: int = 0
     kernels_compiled: int = 0
@@ -83,6 +84,7 @@ def describe_engine(
         scheduling_policy=config.scheduling_policy,
         queue_timeout_seconds=config.queue_timeout_seconds,
         request_timeout_seconds=config.request_timeout_seconds,
+        refuse_unknown_fields=config.refuse_unknown_fields,
         has_chat_template=tokenizer.has_chat_template,
         tool_call_format=_tool_call_format(config, tokenizer),
         reasoning=tokenizer.reasoning if config.reasoning_parser == "auto" else config.reasoning_parser == "think",

@@ -67,6 +67,11 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "queue_timeout_seconds": Option("a request that gets no first token for so long ends with a 503", "SECONDS"),
     "request_timeout_seconds": Option("a request that is not complete after so long ends with an error", "SECONDS"),
+    "refuse_unknown_fields": Option(
+        "a body with a field that nobody knows is a 400; without it such a field is named in the answer's "
+        "x-ignored-fields header",
+        default="off",
+    ),
     "chat_template": Option("a Jinja file for chats", "FILE", "the model's own template"),
     "tool_call_parser": Option("how the model writes tool calls; auto = as its chat template shows"),
     "reasoning_parser": Option("how the model writes its reasoning; auto = as its chat template shows"),

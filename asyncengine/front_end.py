@@ -34,7 +34,7 @@ from asyncengine.links import Links, Lives
 from asyncengine.metrics import Totals, read_totals
 from asyncengine.open_requests import OpenRequest, OpenRequests
 from asyncengine.other_workers import OtherWorkers
-from asyncengine.prompt_messages import TokenizedPrompt, pack_ids, prompt_message, question_message
+from asyncengine.prompt_messages import TokenizedPrompt, check_params, pack_ids, prompt_message, question_message
 from asyncengine.questions import Questions
 from asyncengine.recovery import Recovery
 from asyncengine.request_terms import TenantTerms, check_session, resolve_terms
@@ -69,7 +69,8 @@ class FrontEnd:
     """Known once the engine is ready."""
     _pipes: Pipes
     _feed: DeltaFeed
-    """These two are there once opened."""
+    _loop: asyncio.AbstractEventLoop
+    """These three are there once opened."""
     _links: Links
     _tokenizers: TokenizerLinks
     _recovery: Recovery
@@ -115,7 +116,7 @@ class FrontEnd:
         request_id: a name for it, by which it can be cancelled; several requests may share one. terms: see
         `TenantTerms`.
         """
-        request = self._submit(prompt, params or SamplingParams(), namespace, request_id, terms)
+        request = self._submit(prompt, SamplingParams() if params is None else params, namespace, request_id, terms)
         try:
             while (delta := await request.stream.next()) is not None:
                 yield delta
@@ -137,7 +138,7 @@ class FrontEnd:
         It costs a fraction of `generate`, which wakes a task for each delta. Raises as `generate` does. The stream must
         be closed, which aborts what still runs.
         """
-        request = self._submit(prompt, params or SamplingParams(), namespace, request_id, terms)
+        request = self._submit(prompt, SamplingParams() if params is None else params, namespace, request_id, terms)
         request.stream.listener = listener
         request.stream.forget = partial(self._forget, request)
         return request.stream
@@ -179,7 +180,7 @@ class FrontEnd:
     async def detokenize(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens included. Raises `EngineError`."""
         self._check_ready()
-        if not ids:
+        if isinstance(ids, list | tuple) and not ids:
             return ""
         packed = pack_ids(ids, self.info.vocab_size, name="tokens")
         answer: Detokenized = await self._tokenizers.ask(Detokenize(self._mint(1), packed), len(packed))
@@ -198,7 +199,8 @@ class FrontEnd:
         self._pipes = pipes
         self._receiver = pipes.receiver(self._process.pipe, ToEngine, high_water_mark=UNREAD_MESSAGES)
         self._fd = self._receiver.fd
-        asyncio.get_running_loop().add_reader(self._fd, self._read)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._fd, self._read)
 
     def _serve(self, info: EngineInfo, *, tokenizer_workers: int) -> None:
         """Take requests from now on."""
@@ -248,6 +250,8 @@ class FrontEnd:
     def _check_ready(self) -> None:
         if self._state != "ready":
             raise EngineDeadError(self._detail)
+        if asyncio.get_running_loop() is not self._loop:
+            raise EngineError("an engine is used in the event loop that it was started in", code="wrong_event_loop")
 
     def _submit(
         self,
@@ -261,6 +265,7 @@ class FrontEnd:
         self._check_ready()
         if self._draining:
             raise OverloadedError(DRAINING.detail, code="shutting_down")
+        check_params(params)
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=secrets.randbits(63))
         terms = resolve_terms(asked, default_class=self._config.default_service_class)

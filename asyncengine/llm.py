@@ -89,7 +89,7 @@ class LLM:
         turns out too long) is the `error` of that prompt's answer, and the others go on. Raises `EngineDeadError`.
         KeyboardInterrupt cancels everything; the engine can be used again.
         """
-        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        if isinstance(prompts, str) or (isinstance(prompts, list | tuple) and prompts and isinstance(prompts[0], int)):
             return self._run([prompts], sampling_params, use_tqdm, terms)  # type: ignore[list-item]
         return self._run(prompts, sampling_params, use_tqdm, terms)  # type: ignore[arg-type]
 
@@ -109,8 +109,13 @@ class LLM:
         The model's chat template makes prompts of them. Answers are text as the model writes it: reasoning and calls of
         `tools` are in it.
         """
-        single = len(messages) > 0 and isinstance(messages[0], Mapping)
+        single = isinstance(messages, list | tuple) and len(messages) > 0 and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
+        if not isinstance(messages, list | tuple) or not all(isinstance(each, list | tuple) for each in conversations):
+            raise InvalidRequestError(
+                "messages must be one conversation, which is a list of messages, or a list of conversations",
+                param="messages",
+            )
         prompts = [
             ChatPrompt(
                 messages=list(conversation),
@@ -133,10 +138,19 @@ class LLM:
         use_tqdm: bool,
         asked: AskedTerms,
     ) -> list[RequestOutput]:
+        if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+            raise InvalidRequestError(
+                f"prompts must be one prompt or a list of them, got {type(prompts).__name__}", param="prompts"
+            )
         if sampling_params is None:
             sampling_params = SamplingParams()
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
+        if not isinstance(sampling_params, Sequence):
+            raise InvalidRequestError(
+                f"sampling_params must be SamplingParams, or a list of them, got {sampling_params!r}",
+                param="sampling_params",
+            )
         if len(sampling_params) != len(prompts):
             raise InvalidRequestError(
                 f"there are {len(prompts)} prompts and {len(sampling_params)} sampling_params; give one for all or one "

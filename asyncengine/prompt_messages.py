@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Sized
 
 import msgspec
 
@@ -42,8 +42,11 @@ def prompt_message(
         )
     for stop in params.stop:
         _utf8("stop", stop)
+    if not isinstance(namespace, str):
+        raise InvalidRequestError(f"namespace must be a text, got {namespace!r}", param="namespace")
     _utf8("namespace", namespace)
     namespace = cache_namespace(terms.tenant, namespace)
+    prompt = plain_prompt(prompt)
     if isinstance(prompt, str):
         message = EncodeText(rid, prompt, params, namespace, max_model_len=info.max_model_len, terms=terms)
         size = len(_utf8("prompt", prompt))
@@ -82,20 +85,43 @@ def question_message(
 ) -> tuple[TokenizeText | TokenizeChat, int]:
     """The message that only asks for a prompt's tokens, and its size in bytes; raises `InvalidRequestError`."""
     message: TokenizeText | TokenizeChat
-    if isinstance(prompt, str):
-        message = TokenizeText(rid, prompt, add_special_tokens, texts, info.max_model_len)
-        size = len(_utf8("prompt", prompt))
+    asked = plain_prompt(prompt)
+    if isinstance(asked, str):
+        message = TokenizeText(rid, asked, add_special_tokens, texts, info.max_model_len)
+        size = len(_utf8("prompt", asked))
+    elif not isinstance(asked, ChatPrompt):
+        raise InvalidRequestError("what is to be tokenized must be a text or a ChatPrompt, got ids", param="prompt")
     else:
-        messages, kwargs, tools = _conversation(prompt, info)
-        message = TokenizeChat(rid, messages, prompt.add_generation_prompt, kwargs, texts, tools, info.max_model_len)
+        messages, kwargs, tools = _conversation(asked, info)
+        message = TokenizeChat(rid, messages, asked.add_generation_prompt, kwargs, texts, tools, info.max_model_len)
         size = len(messages) + len(kwargs) + len(tools)
     _check_size(size)
     return message, size
 
 
+def check_params(params: SamplingParams) -> None:
+    """Raises `InvalidRequestError` for what are none."""
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError(f"params must be SamplingParams, got {params!r}", param="params")
+
+
+def plain_prompt(prompt: str | Sequence[int] | ChatPrompt) -> str | Sequence[int] | ChatPrompt:
+    """`prompt`; a text of a subclass, such as numpy's, as one that messages can hold. Raises `InvalidRequestError` for
+    what is no prompt."""
+    if isinstance(prompt, str):
+        return prompt if type(prompt) is str else str(prompt)
+    if not isinstance(prompt, ChatPrompt | Sized) or isinstance(prompt, bytes | bytearray | Mapping):
+        raise InvalidRequestError(
+            f"a prompt must be a text, a list of token ids or a ChatPrompt, got {type(prompt).__name__}", param="prompt"
+        )
+    return prompt
+
+
 def pack_ids(ids: Sequence[int], vocab_size: int, *, name: str = "prompt") -> bytes:
     """Token ids as an int32 array; raises `InvalidRequestError` naming the first id that is none. name: the ids'."""
-    if not {int} >= set(map(type, ids)) or not ids or min(ids) < 0 or max(ids) >= vocab_size:
+    if not isinstance(ids, Sized) or isinstance(ids, str | bytes | bytearray):
+        raise InvalidRequestError(f"{name} must be a list of token ids, got {type(ids).__name__}", param=name)
+    if not {int} >= set(map(type, ids)) or len(ids) == 0 or min(ids) < 0 or max(ids) >= vocab_size:
         for position, value in enumerate(ids):
             if type(value) is not int or not 0 <= value < vocab_size:
                 raise InvalidRequestError(
@@ -111,9 +137,14 @@ def _conversation(prompt: ChatPrompt, info: EngineInfo) -> tuple[bytes, bytes, b
     """Its messages, template variables and tools as JSON."""
     if not info.has_chat_template:
         raise InvalidRequestError(f"{info.model} has no chat template; use text or token ids", code="no_chat_template")
-    kwargs = _json("template_kwargs", prompt.template_kwargs) if prompt.template_kwargs else b""
-    tools = _json("tools", prompt.tools) if prompt.tools else b""
-    return _json("messages", prompt.messages), kwargs, tools
+    if not isinstance(prompt.add_generation_prompt, bool):
+        raise InvalidRequestError(
+            f"add_generation_prompt must be True or False, got {prompt.add_generation_prompt!r}",
+            param="add_generation_prompt",
+        )
+    kwargs = as_json("template_kwargs", prompt.template_kwargs) if prompt.template_kwargs else b""
+    tools = as_json("tools", prompt.tools) if prompt.tools else b""
+    return as_json("messages", prompt.messages), kwargs, tools
 
 
 def _check_size(size: int) -> None:
@@ -123,7 +154,8 @@ def _check_size(size: int) -> None:
         )
 
 
-def _json(name: str, value: object) -> bytes:
+def as_json(name: str, value: object) -> bytes:
+    """Raises `InvalidRequestError`."""
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple, TypedDict, get_args
 
 from asyncengine.config import EngineConfig, ServiceClass
@@ -12,6 +13,8 @@ MAX_NAME_CHARS = 128
 """Of a session, and of a tenant."""
 MAX_SESSION_SECONDS = 3600.0
 DEFAULT_SESSION_SECONDS = 300.0
+REQUEST_NAME = r"^[A-Za-z0-9._:-]{1,128}$(?!\n)"
+"""What a client may call a request over HTTP."""
 
 
 class AskedTerms(TypedDict, total=False):
@@ -42,7 +45,8 @@ class Target(NamedTuple):
 
 
 def resolve_terms(asked: TenantTerms, *, default_class: ServiceClass) -> Terms:
-    """Raises `InvalidRequestError`."""
+    """Raises `InvalidRequestError`, and TypeError for a name that is none of them."""
+    check_names(asked, TenantTerms)
     service_class = asked.get("service_class") or default_class
     if service_class not in get_args(ServiceClass):
         raise InvalidRequestError(
@@ -60,12 +64,22 @@ def resolve_terms(asked: TenantTerms, *, default_class: ServiceClass) -> Terms:
     check_session(session)
     if seconds is None:
         seconds = DEFAULT_SESSION_SECONDS
-    if not isinstance(seconds, int | float) or not 0 < seconds <= MAX_SESSION_SECONDS:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= MAX_SESSION_SECONDS:
         raise InvalidRequestError(
             f"session_ttl_seconds must be above 0 and at most {MAX_SESSION_SECONDS:g}, got {seconds!r}",
             param="session_ttl_seconds",
         )
     return Terms(tenant, service_class, session, float(seconds))
+
+
+def check_names(asked: Mapping[str, object], known: type[AskedTerms]) -> None:
+    """Raises TypeError, as any function does that is called with a keyword it does not have: what is meant for
+    `SamplingParams`, say, must not be passed over."""
+    for name in asked:
+        if name not in known.__annotations__:
+            raise TypeError(
+                f"got an unexpected keyword argument {name!r}; there are {', '.join(known.__annotations__)}"
+            )
 
 
 def check_session(session: str) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
 import msgspec
+from msgspec.structs import force_setattr
 
 from asyncengine.config import MAX_BIAS_IDS, MAX_TOP_LOGPROBS
 from asyncengine.errors import InvalidRequestError
@@ -45,6 +47,8 @@ class Structured(msgspec.Struct, frozen=True, array_like=True, gc=False):
                 f"structured output must be one of {', '.join(get_args(StructuredKind))}, got {self.kind!r}",
                 param="structured_outputs",
             )
+        if type(self.text) is not str:
+            raise InvalidRequestError(f"the {self.kind} must be a text, got {self.text!r}", param="structured_outputs")
         try:
             size = len(self.text.encode())
         except UnicodeEncodeError:
@@ -61,7 +65,8 @@ class Structured(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True):
-    """Parameters of one request. Construction raises `InvalidRequestError` naming the field and what is allowed.
+    """Parameters of one request. Construction raises `InvalidRequestError` naming the field and what is allowed; of
+    `stop` it takes a single text too, of what is a tuple a list, of `logit_bias` a mapping.
 
     Logits are adjusted in the order `logit_bias`, `repetition_penalty` (over prompt and output: a positive logit is
     divided by it, a negative one multiplied), `presence_penalty` and `frequency_penalty` (over the output), the ban on
@@ -104,6 +109,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_
     structured: Structured | None = None
 
     def __post_init__(self) -> None:
+        # all have the very types that the wire has: a message that its reader does not understand is never answered
         _int("n", self.n, 1, MAX_N)
         if self.max_tokens is not None:
             _int("max_tokens", self.max_tokens, 0, INT32_MAX)
@@ -119,6 +125,9 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_
         _float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _float("repetition_penalty", self.repetition_penalty, 0.01, 10.0)
+        for name in ("logit_bias", "stop", "stop_token_ids"):
+            if type(getattr(self, name)) is not tuple:
+                force_setattr(self, name, _tuple(name, getattr(self, name)))
         if self.logit_bias:
             _logit_bias(self.logit_bias)
         if self.logprobs is not None:
@@ -131,6 +140,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequestError(f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}", param="stop")
         for text in self.stop:
+            if type(text) is not str:
+                raise InvalidRequestError(f"a stop string must be a text, got {text!r}", param="stop")
             if not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
                 raise InvalidRequestError(
                     f"a stop string must have 1 to {MAX_STOP_STRING_CHARS} characters, got {len(text)}", param="stop"
@@ -141,6 +152,13 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_
             )
         for token in self.stop_token_ids:
             _int("stop_token_ids", token, 0, INT32_MAX)
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            if type(getattr(self, name)) is not bool:
+                raise InvalidRequestError(f"{name} must be True or False, got {getattr(self, name)!r}", param=name)
+        if self.structured is not None and type(self.structured) is not Structured:
+            raise InvalidRequestError(
+                f"structured must be a Structured or None, got {self.structured!r}", param="structured_outputs"
+            )
         if self.structured is not None and (self.ignore_eos or self.min_tokens):
             name = "ignore_eos" if self.ignore_eos else "min_tokens"
             raise InvalidRequestError(
@@ -149,15 +167,28 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_
 
 
 def _int(name: str, value: int, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+    if type(value) is not int or not low <= value <= high:
         raise InvalidRequestError(f"{name} must be an integer from {low} to {high}, got {value!r}", param=name)
 
 
 def _float(name: str, value: float, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InvalidRequestError(f"{name} must be a finite number, got {value!r}", param=name)
+    if type(value) is not int and (type(value) is not float or not math.isfinite(value)):
+        raise InvalidRequestError(f"{name} must be a finite number (int or float), got {value!r}", param=name)
     if not low <= value <= high:
         raise InvalidRequestError(f"{name} must be from {low:g} to {high:g}, got {value!r}", param=name)
+
+
+def _tuple(name: str, values: Any) -> tuple[Any, ...]:
+    match values:
+        case None:
+            return ()
+        case str() if name == "stop":
+            return (values,)
+        case Mapping() if name == "logit_bias":
+            return tuple(values.items())
+        case list() | tuple():
+            return tuple(tuple(each) if type(each) is list else each for each in values)
+    raise InvalidRequestError(f"{name} must be a list, got {values!r}", param=name)
 
 
 def _logit_bias(pairs: tuple[tuple[int, float], ...]) -> None:
@@ -165,8 +196,13 @@ def _logit_bias(pairs: tuple[tuple[int, float], ...]) -> None:
         raise InvalidRequestError(
             f"logit_bias may name at most {MAX_LOGIT_BIAS} tokens, got {len(pairs)}", param="logit_bias"
         )
-    for token, bias in pairs:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= INT32_MAX:
+    for pair in pairs:
+        if type(pair) is not tuple or len(pair) != 2:
+            raise InvalidRequestError(
+                f"logit_bias must be pairs of a token id and a bias, got {pair!r}", param="logit_bias"
+            )
+        token, bias = pair
+        if type(token) is not int or not 0 <= token <= INT32_MAX:
             raise InvalidRequestError(
                 f"a token id in logit_bias must be an integer from 0 to {INT32_MAX}, got {token!r}", param="logit_bias"
             )

@@ -28,6 +28,7 @@ class Runner(web.AppRunner):
             logger=logging.getLogger(__name__),
             access_log=None,
             handler_cancellation=True,
+            auto_decompress=False,  # `json_body` does it, and no further than a body may be long
             keepalive_timeout=IDLE_SECONDS,
             lingering_time=LINGER_SECONDS,
             shutdown_timeout=shutdown_timeout,

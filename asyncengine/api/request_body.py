@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import zlib
 from collections.abc import Sequence
 
 import msgspec
@@ -10,6 +12,7 @@ from aiohttp import web
 
 from asyncengine.api.endpoints import Header
 from asyncengine.api.errors import BodyTimeoutError
+from asyncengine.engine_info import EngineInfo
 from asyncengine.errors import InvalidRequestError
 
 IGNORED_FIELDS = Header(name="x-ignored-fields", kind=str, description="Names of fields that are unknown here")
@@ -26,9 +29,29 @@ async def json_body(request: web.Request) -> bytes:
         raise InvalidRequestError("the Content-Type header must be application/json", code="invalid_content_type")
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            return await request.read()
+            body = await request.read()
     except TimeoutError:
         raise BodyTimeoutError(f"the request body did not arrive within {BODY_SECONDS:g} seconds") from None
+    return _plain(body, request.headers.get("Content-Encoding", "").strip().lower(), request.client_max_size)
+
+
+def _plain(body: bytes, encoding: str, most: int) -> bytes:
+    """`body` as it was before it was compressed. Raises `InvalidRequestError`, and HTTPRequestEntityTooLarge for more
+    than `most` bytes, no more of which are ever made: a few KiB may stand for GiB."""
+    if encoding in ("", "identity"):
+        return body
+    if encoding not in ("gzip", "deflate"):
+        raise InvalidRequestError(
+            "the Content-Encoding header must be gzip, deflate or identity", code="invalid_content_encoding"
+        )
+    inflater, plain = zlib.decompressobj(zlib.MAX_WBITS | 32), b""  # of either
+    with contextlib.suppress(zlib.error):
+        plain = inflater.decompress(body, most + 1)
+    if len(plain) > most:
+        raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=len(plain))
+    if not inflater.eof or inflater.unused_data:
+        raise InvalidRequestError(f"the request body is not valid {encoding}", code="invalid_body")
+    return plain
 
 
 def json_response(value: object, *, status: int = 200, ignored: Sequence[str] = ()) -> web.Response:
@@ -39,6 +62,13 @@ def json_response(value: object, *, status: int = 200, ignored: Sequence[str] = 
         content_type="application/json",
         headers=ignored_fields_header(ignored),
     )
+
+
+def check_known(ignored: Sequence[str], info: EngineInfo) -> None:
+    """Raises `InvalidRequestError` for fields that are unknown here, on a server that is to refuse them."""
+    if ignored and info.refuse_unknown_fields:
+        name = ignored[0][:MAX_REPORTED_NAME_CHARS]
+        raise InvalidRequestError(f"{name!r} is no field of this request", code="unknown_parameter", param=name)
 
 
 def ignored_fields_header(names: Sequence[str]) -> dict[str, str]:

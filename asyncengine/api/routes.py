@@ -18,9 +18,8 @@ from asyncengine.api.errors import NotFoundError
 from asyncengine.api.generation import DeltaParser, Generation
 from asyncengine.api.patience import Patience
 from asyncengine.api.prompts import completion_prompts
-from asyncengine.api.request_body import IGNORED_FIELDS, ignored_fields_header, json_body, json_response
+from asyncengine.api.request_body import IGNORED_FIELDS, check_known, ignored_fields_header, json_body, json_response
 from asyncengine.api.schema import (
-    REQUEST_NAME,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
@@ -42,6 +41,7 @@ from asyncengine.api.stream_events import ChatCompletionChunkJson, CompletionChu
 from asyncengine.api.unsupported import NO_EFFECT_IN_CHAT, NO_EFFECT_IN_COMPLETIONS
 from asyncengine.engine_info import EngineInfo
 from asyncengine.errors import InvalidRequestError
+from asyncengine.request_terms import REQUEST_NAME
 from asyncengine.sampling import SamplingParams
 from asyncengine.telemetry import current_trace
 
@@ -154,6 +154,7 @@ class Routes:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         received_ns = time.monotonic_ns()
         parsed = parse_completion(await json_body(request))
+        check_known(parsed.ignored, self._backend.info)
         check_model(parsed.request.model, self._backend.info)
         prompts, params = completion_prompts(parsed.request), parsed.request.sampling_params()
         texts = await self._texts(prompts) if parsed.request.echo else []
@@ -170,6 +171,7 @@ class Routes:
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         received_ns = time.monotonic_ns()
         parsed = parse_chat(await json_body(request))
+        check_known(parsed.ignored, self._backend.info)
         check_model(parsed.request.model, self._backend.info)
         turn = chat_turn(parsed.request, self._backend.info)
         try:

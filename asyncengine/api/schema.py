@@ -14,7 +14,7 @@ from asyncengine.api.tools import ToolChoice, Tools
 from asyncengine.api.unsupported import NO_EFFECT_IN_CHAT, NO_EFFECT_IN_COMPLETIONS, ignored_fields
 from asyncengine.config import ServiceClass
 from asyncengine.errors import InvalidRequestError
-from asyncengine.request_terms import MAX_NAME_CHARS, MAX_SESSION_SECONDS
+from asyncengine.request_terms import MAX_NAME_CHARS, MAX_SESSION_SECONDS, REQUEST_NAME
 from asyncengine.sampling import (
     INT32_MAX,
     MAX_LOGIT_BIAS,
@@ -37,8 +37,6 @@ reports."""
 DEFAULT_COMPLETION_TOKENS = 16
 TEMPLATE_KWARGS = ("date_string", "enable_thinking", "preserve_thinking", "reasoning_effort", "thinking")
 """Variables of a chat template that a request may set. Never the template itself, nor the engine's own variables."""
-REQUEST_NAME = r"^[A-Za-z0-9._:-]{1,128}$(?!\n)"
-"""What a client may call a request."""
 
 TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 TokenCount = Annotated[int, Meta(ge=1, le=INT32_MAX)]

@@ -7,7 +7,7 @@ from aiohttp import web
 from asyncengine.api.backend import Backend
 from asyncengine.api.endpoints import ENGINE_CALL, NAMED_THING, Endpoint
 from asyncengine.api.patience import Patience
-from asyncengine.api.request_body import IGNORED_FIELDS, json_body, json_response
+from asyncengine.api.request_body import IGNORED_FIELDS, check_known, json_body, json_response
 from asyncengine.api.routes import check_model
 from asyncengine.api.token_schema import (
     DetokenizeRequest,
@@ -53,6 +53,7 @@ class TokenRoutes:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         parsed = parse_tokenize(await json_body(request))
+        check_known(parsed.ignored, self._backend.info)
         asked = parsed.request
         check_model(asked.model, self._backend.info)
         async with Patience(self._backend.info).beginning():
@@ -71,6 +72,7 @@ class TokenRoutes:
 
     async def detokenize(self, request: web.Request) -> web.Response:
         parsed = parse_detokenize(await json_body(request))
+        check_known(parsed.ignored, self._backend.info)
         check_model(parsed.request.model, self._backend.info)
         async with Patience(self._backend.info).beginning():
             text = await self._backend.detokenize(parsed.request.tokens)

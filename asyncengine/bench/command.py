@@ -47,7 +47,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
         type=http_url,
         default="http://127.0.0.1:8000",
         metavar="URL",
-        help="without /v1; http only (default: %(default)s)",
+        help="with or without /v1; http only (default: %(default)s)",
     )
     parser.add_argument("--model", metavar="NAME", help="as the server calls it (default: the first that it names)")
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the key to send (default: none)")
@@ -143,6 +143,11 @@ def bench_command(args: argparse.Namespace) -> int:
     jobs = sent.jobs()
     if not jobs:
         raise EngineError("there is nothing to send")
+    if args.json:
+        try:
+            args.json.open("a").close()  # now, rather than when all has been measured
+        except OSError as error:
+            raise EngineError(f"cannot write {args.json}: {error.strerror}") from None
     args.model = args.model or first_model(args)
     allow_many_connections()
     records, cpu_share = asyncio.run(load(args, jobs))
@@ -165,7 +170,7 @@ def http_url(text: str) -> str:
     url = urlsplit(text)
     if url.scheme != "http" or not url.hostname:
         raise ValueError
-    return text
+    return text.rstrip("/").removesuffix("/v1")
 
 
 def positive(text: str) -> int:

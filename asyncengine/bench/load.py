@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from http.client import HTTPException
 from urllib.parse import urlsplit
 
 import msgspec
@@ -86,17 +87,28 @@ async def _run_worker(task: Task, ready: asyncio.Barrier, start: list[float], ba
 
 
 def api_key_header(args: argparse.Namespace) -> dict[str, str]:
-    return {"Authorization": f"Bearer {args.api_key_file.read_text().strip()}"} if args.api_key_file else {}
+    """Raises `EngineError`."""
+    if not args.api_key_file:
+        return {}
+    try:
+        return {"Authorization": f"Bearer {args.api_key_file.read_text('ascii').strip()}"}
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not ASCII"
+        raise EngineError(f"cannot read the API key in {args.api_key_file}: {reason}") from None
 
 
 def first_model(args: argparse.Namespace) -> str:
+    """Raises `EngineError`."""
     request = urllib.request.Request(f"{args.url.rstrip('/')}/v1/models", headers=api_key_header(args))
     try:
         with urllib.request.urlopen(request, timeout=30) as response:
             name: str = json.load(response)["data"][0]["id"]
             return name
-    except urllib.error.URLError as error:
-        raise EngineError(f"{args.url} does not tell its models: {error.reason}") from None
+    except OSError as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise EngineError(f"{args.url} does not tell its models: {reason}") from None
+    except (ValueError, LookupError, TypeError, HTTPException):
+        raise EngineError(f"{args.url} does not tell its models: its answer is not a list of them") from None
 
 
 def split(jobs: Sequence[Job], concurrency: int | None, processes: int) -> list[tuple[list[Job], int | None]]:

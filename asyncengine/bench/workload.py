@@ -48,7 +48,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
             try:
                 jobs = read_trace(Path(self.trace), limit=self.requests, speed=self.speed)
             except (OSError, ValueError, KeyError, TypeError) as error:
-                raise EngineError(f"{self.trace} cannot be read as a trace: {error!r}") from error
+                reason = error.strerror if isinstance(error, OSError) else repr(error)
+                raise EngineError(f"{self.trace} cannot be read as a trace: {reason}") from error
         else:
             jobs = make_jobs(self.requests or 100, lengths=self.lengths, rate=self.rate, seed=self.seed)
         if self.background is not None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import tracemalloc
 import types
 import typing
+import zlib
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -100,12 +104,52 @@ async def test_a_body_over_the_limit_is_413(server: Server) -> None:
     assert (await server.post(COMPLETIONS, {"prompt": "a"}))[0] == 200
 
 
-async def test_a_broken_compressed_body_is_refused(server: Server, caplog: pytest.LogCaptureFixture) -> None:
-    headers = {**JSON, "Content-Encoding": "gzip"}
-    async with server.session.post(server.url + COMPLETIONS, data=b"not gzip", headers=headers) as response:
-        assert error_of(response.status, await response.json())["code"] == "invalid_body"
+async def encoded(server: Server, encoding: str, data: bytes) -> tuple[int, Any]:
+    headers = {**JSON, "Content-Encoding": encoding}
+    async with server.session.post(server.url + COMPLETIONS, data=data, headers=headers) as response:
+        return response.status, await response.json()
+
+
+@pytest.mark.parametrize(
+    ("encoding", "compressed"),
+    [("gzip", gzip.compress), ("GZIP", gzip.compress), ("deflate", zlib.compress), ("identity", bytes)],
+)
+async def test_a_compressed_body_is_read(
+    server: Server, backend: FakeBackend, encoding: str, compressed: Callable[[bytes], bytes]
+) -> None:
+    status, _ = await encoded(server, encoding, compressed(b'{"prompt": "' + b"ab" * 50_000 + b'"}'))
+    assert (status, backend.calls[0][0]) == (200, "ab" * 50_000)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body", "code"),
+    [
+        ("gzip", b"not gzip", "invalid_body"),
+        ("gzip", gzip.compress(b'{"prompt": "a"}')[:-9], "invalid_body"),
+        ("gzip", gzip.compress(b'{"prompt": "a"}') + b"{}", "invalid_body"),
+        ("deflate", b"", "invalid_body"),
+        ("br", b'{"prompt": "a"}', "invalid_content_encoding"),
+        ("gzip, gzip", gzip.compress(gzip.compress(b'{"prompt": "a"}')), "invalid_content_encoding"),
+    ],
+)
+async def test_a_compressed_body_that_cannot_be_read_is_refused(
+    server: Server, encoding: str, body: bytes, code: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    status, answer = await encoded(server, encoding, body)
+    assert error_of(status, answer)["code"] == code
     assert (await server.post(COMPLETIONS, {"prompt": "a"}))[0] == 200
     assert caplog.records == []
+
+
+async def test_a_small_body_that_stands_for_a_large_one_is_made_no_longer_than_a_body_may_be(server: Server) -> None:
+    bomb = gzip.compress(bytes(256 * 1024 * 1024), compresslevel=1)
+    tracemalloc.start()
+    try:
+        status, answer = await encoded(server, "gzip", bomb)
+        assert tracemalloc.get_traced_memory()[1] < 32 * 1024 * 1024
+    finally:
+        tracemalloc.stop()
+    assert (status, error_of(status, answer)["code"]) == (413, "request_too_large")
 
 
 async def test_a_128k_id_prompt_fits(server: Server, backend: FakeBackend) -> None:
@@ -368,6 +412,26 @@ async def test_unknown_fields_are_accepted_and_reported(server: Server, stream: 
     async with server.session.post(server.url + COMPLETIONS, json=body) as response:
         assert response.status == 200
         assert response.headers["x-ignored-fields"] == "metadata, n???x??y, temprature"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "a"}),
+        (CHAT, {"messages": [USER]}),
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [97]}),
+    ],
+)
+async def test_a_strict_server_refuses_unknown_fields_by_name(
+    server: Server, backend: FakeBackend, path: str, body: dict[str, Any]
+) -> None:
+    backend.info = msgspec.structs.replace(backend.info, refuse_unknown_fields=True)
+    assert (await server.post(path, body))[0] == 200
+    error = await refused(server, path, body | {"temprature": 0, "zz": 1})
+    assert (error["param"], error["code"]) == ("temprature", "unknown_parameter")
+    assert error["message"] == "'temprature' is no field of this request"
+    assert len(backend.calls) == (path in (COMPLETIONS, CHAT))
 
 
 async def test_many_long_unknown_fields_keep_the_header_small(server: Server) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 
@@ -119,6 +120,35 @@ async def test_the_client_sees_what_the_engine_sees(server: Server, engine: Asyn
         assert sum(len(delta.token_ids) for delta in deltas) == deltas[-1].completion_tokens
     assert over_http[-1].prompt_tokens == direct[-1].prompt_tokens
     assert (over_http[-1].finish_reason, over_http[-1].stop_reason) == ("stop", "tok")
+
+
+async def test_a_token_that_is_none_fails_its_own_request_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNCENGINE_SCRIPT", json.dumps({"instead": {"41": -1, "42": 49157}}))
+    async with start_engine() as engine, serving(engine) as server:
+        good = [server.post(COMPLETIONS, {"prompt": [40, 43, 44]}) for _ in range(6)]
+        bad = [server.post(COMPLETIONS, {"prompt": [40, token, 44]}) for token in (41, 42)]
+        streamed = [server.events(COMPLETIONS, {"prompt": [40, token, 44]}) for token in (41, 42)]
+        answers = await asyncio.gather(*good, *bad, *streamed)
+        assert {(status, answer["choices"][0]["finish_reason"]) for status, answer in answers[:6]} == {(200, "stop")}
+        for id, whole, (*_, last) in zip((-1, 49157), answers[6:8], answers[8:], strict=True):
+            message = f"the model produced token id {id}, which is outside its tokenizer's vocabulary"
+            error = {"message": message, "type": "server_error", "param": None, "code": "invalid_output_token"}
+            assert whole == (500, {"error": error})
+            assert last == {"error": error}
+        async with server.session.get(server.url + "/metrics") as response:
+            ends = dict(re.findall(r'request_success_total{.*finished_reason="(\w+)"} (\d+)', await response.text()))
+        assert (ends["error"], ends["stop"]) == ("4", "6")
+
+
+async def test_an_echo_has_every_character_of_its_prompt(server: Server) -> None:
+    for prompt in ("AB\0CD", "\0", "é😀b", TEXT):
+        _, tokens = await server.post("/tokenize", {"prompt": prompt})
+        body = {"prompt": prompt, "echo": True, "max_tokens": 0}
+        status, answer = await server.post(COMPLETIONS, body)
+        assert (status, answer["choices"][0]["text"]) == (200, prompt)
+        assert answer["usage"]["prompt_tokens"] == tokens["count"]
+        _, of_ids = await server.post(COMPLETIONS, body | {"prompt": tokens["tokens"]})
+        assert of_ids["choices"][0]["text"] == prompt
 
 
 async def test_an_engine_that_is_closed_ends_its_streams_with_an_error() -> None:

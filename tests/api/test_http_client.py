@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from typing import Any
 
+import numpy as np
 import pytest
 from api_server import Server, eventually
 from fake_backend import MODEL, FakeBackend
@@ -158,6 +160,35 @@ async def test_leaving_early_aborts_the_request(
 async def test_a_very_long_delta_arrives_whole(client: AsyncClient, backend: FakeBackend) -> None:
     backend.pieces = ("é\n" * 500_000,)
     assert [delta.text async for delta in client.generate("a")] == ["0:" + "é\n" * 500_000]
+
+
+@pytest.mark.parametrize(
+    "prompt", ["x\ud800", b"abc", None, 5, np.array([1]), ChatPrompt(messages=[{"role": "user", "content": object()}])]
+)
+async def test_what_no_body_can_hold_is_refused_as_such(client: AsyncClient, prompt: Any) -> None:
+    with pytest.raises(InvalidRequestError):
+        await collect(client.generate(prompt))
+
+
+async def test_arguments_that_are_none_are_refused_before_anything_is_sent(
+    client: AsyncClient, backend: FakeBackend
+) -> None:
+    anything: Any = client.generate
+    for name in ("a\nb", "ü", "a/b", "a" * 129):
+        with pytest.raises(InvalidRequestError, match="request_id must match"):
+            await collect(client.generate("x", request_id=name))
+    with pytest.raises(InvalidRequestError, match="params must be SamplingParams"):
+        await collect(anything("x", {"n": 1}))
+    for name in ("temperature", "tenant"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+            await collect(anything("x", **{name: 0}))
+    for url in ("127.0.0.1:8000", "", "ftp://x"):
+        with pytest.raises(InvalidRequestError, match="base_url must begin with"):
+            AsyncClient(url)
+    for key in ("a\nb", "ключ"):
+        with pytest.raises(InvalidRequestError, match=r"^an API key must be printable ASCII$"):
+            AsyncClient("http://127.0.0.1:8000", api_key=key)
+    assert backend.calls == []
 
 
 async def test_another_models_name_is_refused(server: Server) -> None:

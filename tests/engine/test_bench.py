@@ -291,7 +291,17 @@ async def test_a_server_is_loaded_by_several_processes(
         (["--background", "1.1"], 2, "argument --background: invalid share value: '1.1'"),
         (["--seed", "-1"], 2, "argument --seed: invalid natural value: '-1'"),
         (["--rate", "1", "--trace", "t"], 2, "argument --trace: not allowed with argument --rate"),
-        (["--trace", "/nowhere.csv"], 1, "asyncengine: /nowhere.csv cannot be read as a trace: FileNotFoundError"),
+        (["--trace", "/nowhere.csv"], 1, "asyncengine: /nowhere.csv cannot be read as a trace: No such file"),
+        (
+            ["--json", "/nowhere/numbers.json"],
+            1,
+            "asyncengine: cannot write /nowhere/numbers.json: No such file or dir",
+        ),
+        (
+            ["--api-key-file", "/nowhere"],
+            1,
+            "asyncengine: cannot read the API key in /nowhere: No such file or directory",
+        ),
         (["--url", "http://127.0.0.1:9"], 1, "asyncengine: http://127.0.0.1:9 does not tell its models: "),
     ],
 )
@@ -302,6 +312,28 @@ def test_a_load_that_cannot_be_is_told_in_one_line(
         sys.exit(main(["bench", *args]))
     assert exit.value.code == code
     assert sentence in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("answer", [b"<html>", b"{}", b'{"data": []}', b"[1]", b"\xff"])
+def test_a_server_that_does_not_tell_its_models_is_told_in_one_line(
+    answer: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Nothing: it would go to stderr."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert main(["bench", "--url", url]) == 1
+        server.shutdown()
+    assert capsys.readouterr().err == f"asyncengine: {url} does not tell its models: its answer is not a list of them\n"
 
 
 def test_the_script_is_the_command_and_writes_the_numbers(tmp_path: Path) -> None:
@@ -315,6 +347,7 @@ def test_the_script_is_the_command_and_writes_the_numbers(tmp_path: Path) -> Non
             self._send("application/json", b'{"data": [{"id": "the-model"}]}')
 
         def do_POST(self) -> None:
+            assert self.path == "/v1/completions"
             self.rfile.read(int(self.headers["Content-Length"]))
             self._send("text/event-stream", answer)
 
@@ -330,7 +363,7 @@ def test_the_script_is_the_command_and_writes_the_numbers(tmp_path: Path) -> Non
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
+        url = f"http://127.0.0.1:{server.server_port}/v1/"
         args = ["--url", url, "--requests", "3", "--lengths", "5:2", "--processes", "1", "--json", str(numbers)]
         result = subprocess.run(
             [sys.executable, script, *args],

@@ -15,12 +15,14 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.command_line import Command, all_gone, ask, running
 
 from asyncengine.cli import build_parser, engine_config, main, ready_text
 from asyncengine.config import EngineConfig
+from asyncengine.errors import StartupError
 from asyncengine.run_dir import remove_stale
 
 IMPORT_LIMIT_US = 100_000
@@ -191,7 +193,10 @@ def test_a_chat_streams_answers_and_remembers_the_conversation(short_path: Path)
     assert "Traceback" not in err
 
 
-def test_a_chat_over_http_is_the_same_and_a_lost_server_is_one_line(short_path: Path) -> None:
+def test_a_chat_over_http_is_the_same_and_a_lost_server_is_one_line(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCENGINE_API_KEY", "the-key-of-server-and-chat")
     (short_path / "server").mkdir()
     (short_path / "chat").mkdir()
     with running(short_path / "server", "serve", "--port", "0") as server:
@@ -241,6 +246,32 @@ def test_options_become_the_configuration() -> None:
     assert engine_config(build_parser().parse_args(["chat"])) == EngineConfig()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": ""}, "model must not be empty"),
+        ({"model": None}, "model: Expected `str`, got `null`"),
+        ({"served_model_name": ""}, "served_model_name must not be empty"),
+        ({"max_num_seqs": "8"}, "max_num_seqs: Expected `int`, got `str`"),
+        ({"max_num_seqs": 8.5}, "max_num_seqs: Expected `int`, got `float`"),
+        ({"max_num_seqs": True}, "max_num_seqs: Expected `int`, got `bool`"),
+        ({"batch_invariant": "no"}, "batch_invariant: Expected `bool`, got `str`"),
+        ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization: Expected `float`, got `str`"),
+        ({"chat_template": b"t.jinja"}, "chat_template: Expected `str | null`, got `bytes`"),
+        ({"device": "tpu"}, "device must be one of auto, cuda, cpu, got 'tpu'"),
+    ],
+)
+def test_a_configuration_of_wrong_values_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(StartupError) as refused:
+        EngineConfig(**options)
+    assert refused.value.message == message
+
+
+def test_paths_may_be_paths() -> None:
+    paths: dict[str, Any] = {"model": Path("/a/b"), "chat_template": Path("t.jinja")}
+    assert EngineConfig(**paths) == EngineConfig(model="/a/b", chat_template="t.jinja")
+
+
 def test_the_ready_line_holds_a_command_that_a_shell_can_run() -> None:
     text = ready_text("it's/a model", "::1", 8000)
     assert "Ready: it's/a model at http://[::1]:8000\n" in text
@@ -263,6 +294,11 @@ def test_help_needs_no_heavy_import(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--max-num-batched-tokens" in capsys.readouterr().out
     loaded = modules_after("import asyncengine.cli; asyncengine.cli.build_parser()")
     assert not loaded & {"torch", "numpy", "aiohttp", "uvloop", "huggingface_hub", "tqdm", "zmq"}
+
+
+def test_the_package_can_be_run_as_the_command() -> None:
+    ran = subprocess.run([sys.executable, "-m", "asyncengine", "--help"], capture_output=True, text=True, check=True)
+    assert ran.stdout.startswith("usage: asyncengine ")
 
 
 def test_importing_the_package_loads_neither_torch_nor_aiohttp() -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import pytest_asyncio
+from support.eventually import eventually
 from support.python_path import PYTHON_PATH
 
 from asyncengine import AsyncEngine, ChatPrompt, Delta, EngineConfig, Health, SamplingParams
@@ -238,6 +242,58 @@ async def test_text_that_is_no_unicode_is_refused(engine: AsyncEngine) -> None:
             await collect(engine.generate(prompt, params))
     with pytest.raises(InvalidRequestError, match="cannot be written as JSON"):
         await collect(engine.generate(ChatPrompt(messages=[{"role": "user", "content": object()}])))
+
+
+@pytest.mark.parametrize("prompt", [None, 5, b"abc", {"prompt": "abc"}, iter([1]), np.array([1]), ["a"], [[1]]])
+async def test_what_is_no_prompt_is_refused_at_the_edge(engine: AsyncEngine, prompt: Any) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        await collect(engine.generate(prompt))
+    assert refused.value.param == "prompt"
+    with pytest.raises(InvalidRequestError) as refused:
+        await engine.tokenize(prompt)
+    assert refused.value.param == "prompt"
+    with pytest.raises(InvalidRequestError) as refused:
+        await engine.detokenize(prompt)
+    assert refused.value.param == "tokens"
+
+
+async def test_texts_of_numpy_are_texts(engine: AsyncEngine) -> None:
+    assert text_of(await collect(engine.generate(np.array([TEXT])[0]))) == TEXT
+
+
+async def test_what_no_reader_would_understand_is_refused_before_it_is_sent(engine: AsyncEngine) -> None:
+    unsure: Any = ChatPrompt(messages=[{"role": "user", "content": "x"}], add_generation_prompt="yes")  # type: ignore[arg-type]
+    calls: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+        ((unsure,), {}, "add_generation_prompt must be True or False"),
+        (("x", {"n": 1}), {}, "params must be SamplingParams"),
+        (("x", {}), {}, "params must be SamplingParams"),
+        (("x",), {"namespace": 5}, "namespace must be a text"),
+        (("x",), {"session": "s", "session_ttl_seconds": True}, "session_ttl_seconds must be"),
+    ]
+    for arguments, terms, message in calls:
+        with pytest.raises(InvalidRequestError, match=message):
+            await collect(engine.generate(*arguments, **terms))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'temperature'"):
+        await collect(engine.generate("x", temperature=0.0))  # type: ignore[call-arg]
+    assert engine.gauges()["open_streams"] == 0
+
+
+async def test_another_event_loop_is_told_that_the_engine_is_not_its_own(engine: AsyncEngine) -> None:
+    def other() -> None:
+        for call in (collect(engine.generate("x")), engine.tokenize("x"), engine.cancel("x")):
+            with pytest.raises(EngineError, match="in the event loop that it was started in"):
+                asyncio.run(call)
+
+    await asyncio.to_thread(other)
+
+
+async def test_a_stream_that_nobody_refers_to_any_longer_is_aborted(engine: AsyncEngine) -> None:
+    stream = engine.generate([45, 46], ENDLESS)
+    await anext(stream)
+    assert engine.gauges()["open_streams"] == 1
+    del stream
+    gc.collect()
+    await eventually(lambda: engine.gauges()["open_streams"] == 0)
 
 
 async def test_a_prompt_larger_than_a_frame_is_refused(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:

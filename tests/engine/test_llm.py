@@ -4,6 +4,7 @@ comes back is the prompt."""
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import json
 import os
@@ -126,6 +127,36 @@ def test_conversations_go_through_the_chat_template(llm: LLM) -> None:
     (open_ended,) = llm.chat(conversation, params, use_tqdm=False, add_generation_prompt=False)
     assert open_ended.prompt is not None
     assert open_ended.prompt.endswith("Grüße!<|im_end|>\n")
+
+
+@pytest.mark.parametrize("prompts", [None, 5, b"abc", {"prompt": "abc"}, iter(["abc"])])
+def test_what_are_no_prompts_or_no_parameters_is_refused(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="prompts must be one prompt or a list of them"):
+        llm.generate(prompts, use_tqdm=False)
+    wrong: Any = {"n": 1}
+    with pytest.raises(InvalidRequestError, match="sampling_params must be SamplingParams, or a list of them"):
+        llm.generate("x", wrong, use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match="params must be SamplingParams"):
+        llm.generate("x", [wrong], use_tqdm=False)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'max_tokens'"):
+        llm.generate("x", use_tqdm=False, max_tokens=3)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("messages", [None, "hello", {"role": "user", "content": "x"}, ["hello"], [[], 5]])
+def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="messages must be one conversation"):
+        llm.chat(messages, use_tqdm=False)
+
+
+def test_an_answer_and_an_error_can_be_copied_to_another_process(llm: LLM) -> None:
+    (answer,) = llm.generate(TEXTS[0], SamplingParams(logprobs=1, n=2), use_tqdm=False)
+    (refused,) = llm.generate("x " * 2048, use_tqdm=False)
+    assert copy.deepcopy(answer) == answer
+    told, error = refused.error, copy.deepcopy(refused).error
+    assert told is not None
+    assert error is not None
+    assert type(error) is InvalidRequestError
+    assert (error.message, error.code, error.param) == (told.message, "context_length_exceeded", "prompt")
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,40 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from asyncengine.errors import InvalidRequestError
-from asyncengine.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+from asyncengine.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams, Structured
 
 NAN, INFINITY = float("nan"), float("inf")
 FULL_BIAS = tuple((token, 1.0) for token in range(MAX_LOGIT_BIAS))
+
+
+@pytest.mark.parametrize(
+    ("asked", "same"),
+    [
+        ({"stop": "ab"}, {"stop": ("ab",)}),
+        ({"stop": ["ab", "c"], "stop_token_ids": [5]}, {"stop": ("ab", "c"), "stop_token_ids": (5,)}),
+        ({"stop": None, "stop_token_ids": None, "logit_bias": None}, {}),
+        ({"logit_bias": {5: 1.0, 6: -2}}, {"logit_bias": ((5, 1.0), (6, -2))}),
+        ({"logit_bias": [[5, 1.5]]}, {"logit_bias": ((5, 1.5),)}),
+    ],
+)
+def test_lists_single_texts_and_mappings_are_taken_for_tuples(asked: dict[str, Any], same: dict[str, Any]) -> None:
+    params = SamplingParams(**asked)
+    assert params == SamplingParams(**same)
+    assert hash(params) == hash(SamplingParams(**same))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+
+
+@pytest.mark.parametrize("structured", ["x", {"type": "object"}, ("regex", "x")])
+def test_a_structure_of_another_type_is_refused_by_name(structured: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="structured must be a Structured or None"):
+        SamplingParams(structured=structured)
+    no_text: Any = {"type": "object"}
+    with pytest.raises(InvalidRequestError, match="the json_schema must be a text"):
+        Structured("json_schema", no_text)
 
 
 def test_nothing_is_adjusted_or_reported_unless_asked() -> None:
@@ -62,6 +89,23 @@ def test_the_limits_themselves_are_allowed_and_survive_the_wire(asked: dict[str,
         ("logprobs", MAX_LOGPROBS + 1),
         ("logprobs", True),
         ("logprobs", 1.0),
+        ("logit_bias", 5),
+        ("logit_bias", [5, 6]),
+        ("stop", 5),
+        ("stop", [5]),
+        ("stop", {"x"}),
+        ("stop", [""]),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", "5"),
+        ("stop_token_ids", ["5"]),
+        ("ignore_eos", "yes"),
+        ("skip_special_tokens", 1),
+        ("include_stop_str_in_output", None),
+        ("n", np.int64(1)),
+        ("temperature", np.float32(0.5)),
+        ("temperature", np.float64(0.5)),
+        ("temperature", 10**400),
+        ("logit_bias", {5: np.float64(0.5)}),
     ],
 )
 def test_a_value_outside_its_limits_is_refused_by_name(name: str, value: Any) -> None:

@@ -42,8 +42,9 @@ MAX_BACKLOG = 256
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """tokens: what every row emits, None for its prompt. step_ms: least time between steps. endless_from: a row that
-    ignores the end of the sequence and asks at least so many tokens goes on for ever, however slow who watches it is.
+    """tokens: what every row emits, None for its prompt. instead: of a token of these, what is emitted. step_ms: least
+    time between steps. endless_from: a row that ignores the end of the sequence and asks at least so many tokens goes
+    on for ever, however slow who watches it is.
 
     refuse_start: a sentence to die with instead of becoming ready. crash_at_step: die there without a word,
     in each of `crash_lives`.
@@ -52,6 +53,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     tokens: list[int] | None = None
+    instead: dict[int, int] = {}
     eos: int = 2
     step_ms: float = 1.0
     endless_from: int | None = None
@@ -284,6 +286,7 @@ class ScriptedRunner:
                 self._gens[slot] += 1
                 prompt = array("i", request.ids)
                 tokens = prompt if self._script.tokens is None else array("i", self._script.tokens)
+                tokens = array("i", (self._script.instead.get(token, token) for token in tokens))
                 resumed, shown = (resume.ids, resume.shown) if resume else (b"", 0)
                 gen = self._gens[slot]
                 self._slots[slot] = Row(rid, gen, request, tokens, emitted=len(resumed) // 4)
