@@ -28,7 +28,8 @@ from asyncengine.config import SIDECARS, EngineConfig, Role
 from asyncengine.engine_info import EngineInfo, Health, describe_engine
 from asyncengine.errors import StartupError
 from asyncengine.losses import Losses
-from asyncengine.model_files import ResolvedModel, resolve_model
+from asyncengine.model_files import ResolvedModel
+from asyncengine.model_search import find_model
 from asyncengine.run_dir import RunDir
 from asyncengine.startup_progress import StartupProgress
 from asyncengine.watchdog import LOOK_SECONDS, Watchdog
@@ -99,7 +100,7 @@ class Supervisor:
     async def prepare(self) -> ResolvedModel:
         """Find the model and open the run directory; raises `StartupError`. `close` undoes it."""
         started = time.monotonic()
-        model = await asyncio.to_thread(resolve_model, self._config.model)
+        model = await find_model(self._config.model)
         if self._progress:
             self._progress.phase_done("engine", 0, "find model", time.monotonic() - started)
         self._check_open()

@@ -24,6 +24,10 @@ async def json_body(request: web.Request) -> bytes:
     # a web page may send other content types anywhere without asking, this one it may not
     if request.content_type != "application/json":
         raise InvalidRequestError("the Content-Type header must be application/json", code="invalid_content_type")
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise InvalidRequestError(
+            "there must be no Content-Encoding header: bodies are not decompressed", code="invalid_content_encoding"
+        )
     try:
         async with asyncio.timeout(BODY_SECONDS):
             return await request.read()

@@ -117,6 +117,22 @@ def test_a_signal_during_the_start_leaves_nothing(short_path: Path) -> None:
     assert "Traceback" not in err
 
 
+def test_a_signal_during_a_download_ends_it(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as hub, tempfile.TemporaryDirectory() as cache:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        monkeypatch.setenv("HF_HOME", cache)
+        with running(short_path, "serve", "org/name", "--port", "0") as command:
+            asked, _ = hub.accept()  # and never answered
+            children = command.children()
+            command.process.terminate()
+            code, out, err = command.finish()
+        asked.close()
+    assert (code, out, len(children)) == (0, "", 1)
+    assert all_gone(children)
+    assert "Traceback" not in err
+
+
 @pytest.mark.parametrize(
     ("args", "script", "sentence"),
     [
