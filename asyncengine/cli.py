@@ -21,6 +21,7 @@ from asyncengine.config import EngineConfig, Role, runs_on_cpu
 from asyncengine.engine_options import add_engine_options, engine_config
 from asyncengine.errors import EngineError, InvalidRequestError, StartupError
 from asyncengine.telemetry import export_spans_to, make_tracing
+from asyncengine.wire.faults import log_faults_without_texts
 
 if TYPE_CHECKING:
     import tqdm
@@ -149,6 +150,7 @@ def serve_command(args: argparse.Namespace) -> int:
     workers = api_workers(args.api_workers, config)
     check_port_free(args.host, args.port)
     allow_many_connections()
+    log_faults_without_texts()
 
     import uvloop
 
