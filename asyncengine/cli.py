@@ -11,6 +11,7 @@ import resource
 import shlex
 import signal
 import socket
+import stat
 import sys
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -132,6 +133,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def serve_command(args: argparse.Namespace) -> int:
     args.api_keys = keys = read_api_keys(args.api_key_file, os.environ)
+    if args.api_key_file and os.stat(args.api_key_file).st_mode & stat.S_IROTH:
+        print(f"note: everybody on this machine can read the API keys in {args.api_key_file}", file=sys.stderr)
     if args.host not in LOOPBACK_HOSTS and not keys:
         raise StartupError(
             f"refusing to listen on {args.host}, which other machines reach, without an API key: set --api-key-file or "
