@@ -240,7 +240,7 @@ class Supervisor:
                 self._enter_phase(child, "serve")
                 child.ready, child.info = message, message.info
                 if self._progress:
-                    self._progress.ready(child.role, child.index, time.monotonic() - child.started)
+                    self._progress.ready(child.role, child.index, child.phase_started - child.started)
                 if child.life:
                     self._recovered(child)
                 if self._outcome and not self._outcome.done() and self._children.all_ready():
