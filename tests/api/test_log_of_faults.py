@@ -6,6 +6,7 @@ import asyncio
 import io
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from api_server import CHAT, COMPLETIONS, Server
@@ -30,8 +31,11 @@ async def test_no_log_of_a_fault_repeats_what_a_client_sent(
     server: Server, backend: FakeBackend, log: io.StringIO, path: str, stream: bool
 ) -> None:
     backend.failure, backend.fail_after = ValueError(f"not a number: {SECRET!r}"), 1
-    body = {COMPLETIONS: {"prompt": SECRET}, CHAT: {"messages": [{"role": "user", "content": SECRET}]}}[path]
-    async with server.session.post(server.url + path, json={**body, "stream": stream}) as response:
+    bodies: dict[str, dict[str, Any]] = {
+        COMPLETIONS: {"prompt": SECRET},
+        CHAT: {"messages": [{"role": "user", "content": SECRET}]},
+    }
+    async with server.session.post(server.url + path, json={**bodies[path], "stream": stream}) as response:
         answer = await response.read()
     assert b"internal_error" in answer
     assert b"number" not in answer
