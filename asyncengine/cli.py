@@ -38,6 +38,7 @@ MAX_API_WORKERS = 64
 AUTO_API_WORKERS = 4
 CORES_FOR_API_WORKERS = 8
 MAX_DRAIN_SECONDS = 86400
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 FAILED_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130
 
@@ -182,12 +183,15 @@ async def serve_until_signal(serve: Coroutine[object, object, None]) -> int:
     """
     serving = asyncio.create_task(serve)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ENDING_SIGNALS:
         loop.add_signal_handler(number, serving.cancel)
-    with contextlib.suppress(asyncio.CancelledError):
-        await serving
-        return FAILED_EXIT_CODE
-    return 0
+    try:
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+            return FAILED_EXIT_CODE
+        return 0
+    finally:  # nothing is left to break off, and the loop's end would make one more signal this process's
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
 
 
 async def serve_out(engine: AsyncEngine | WorkerGroup, drain_seconds: float) -> None:

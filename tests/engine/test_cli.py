@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -113,6 +114,21 @@ def test_a_signal_during_the_start_leaves_nothing(short_path: Path) -> None:
         command.process.terminate()
         code, out, err = command.finish()
     assert (code, out) == (0, "")
+    assert all_gone(children)
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_signals_that_do_not_stop_break_nothing_off(short_path: Path, workers: str) -> None:
+    with running(short_path, "serve", "--port", "0", "--api-workers", workers) as command:
+        command.read_until(r"Ready: ")
+        children = command.children()
+        numbers = itertools.cycle((signal.SIGTERM, signal.SIGINT))
+        while command.process.poll() is None:
+            command.process.send_signal(next(numbers))
+            time.sleep(0.003)
+        code, _, err = command.finish()
+    assert code == 0
     assert all_gone(children)
     assert "Traceback" not in err
 
