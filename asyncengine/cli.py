@@ -11,6 +11,7 @@ import resource
 import shlex
 import signal
 import socket
+import stat
 import sys
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from asyncengine.config import EngineConfig, Role, runs_on_cpu
 from asyncengine.engine_options import add_engine_options, engine_config
 from asyncengine.errors import EngineError, InvalidRequestError, StartupError
 from asyncengine.telemetry import export_spans_to, make_tracing
+from asyncengine.wire.faults import log_faults_without_texts
 
 if TYPE_CHECKING:
     import tqdm
@@ -36,6 +38,7 @@ MAX_API_WORKERS = 64
 AUTO_API_WORKERS = 4
 CORES_FOR_API_WORKERS = 8
 MAX_DRAIN_SECONDS = 86400
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 FAILED_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130
 
@@ -134,6 +137,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def serve_command(args: argparse.Namespace) -> int:
     args.api_keys = keys = read_api_keys(args.api_key_file, os.environ)
+    if args.api_key_file and os.stat(args.api_key_file).st_mode & stat.S_IROTH:
+        print(f"note: everybody on this machine can read the API keys in {args.api_key_file}", file=sys.stderr)
     if args.host not in LOOPBACK_HOSTS and not keys:
         raise StartupError(
             f"refusing to listen on {args.host}, which other machines reach, without an API key: set --api-key-file or "
@@ -151,6 +156,7 @@ def serve_command(args: argparse.Namespace) -> int:
     workers = api_workers(args.api_workers, config)
     check_port_free(args.host, args.port)
     allow_many_connections()
+    log_faults_without_texts()
 
     import uvloop
 
@@ -179,12 +185,15 @@ async def serve_until_signal(serve: Coroutine[object, object, None]) -> int:
     """
     serving = asyncio.create_task(serve)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ENDING_SIGNALS:
         loop.add_signal_handler(number, serving.cancel)
-    with contextlib.suppress(asyncio.CancelledError):
-        await serving
-        return FAILED_EXIT_CODE
-    return 0
+    try:
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+            return FAILED_EXIT_CODE
+        return 0
+    finally:  # nothing is left to break off, and the loop's end would make one more signal this process's
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
 
 
 async def serve_out(engine: AsyncEngine | WorkerGroup, drain_seconds: float) -> None:

@@ -45,11 +45,17 @@ def resolve_model(name: str) -> ResolvedModel:
         return ResolvedModel(path.resolve(), path.stem)
     if _looks_like_a_path(name):
         raise StartupError(f"there is no model file or folder at {path}")
-    if not _HUB_ID.fullmatch(name):
+    if not is_on_hub(name):
         raise StartupError(
             f"{name!r} is not a model: pass a folder, a .gguf file, a Hugging Face id like org/name, or 'default'"
         )
     return ResolvedModel(_closed_folder(_download(name)), name)
+
+
+def is_on_hub(name: str) -> bool:
+    """Whether `resolve_model` has to ask the hub for it."""
+    here = name == "default" or _looks_like_a_path(name) or Path(name).is_dir() or Path(name).is_file()
+    return not here and _HUB_ID.fullmatch(name) is not None
 
 
 def _closed_folder(folder: Path) -> Path:

@@ -29,7 +29,8 @@ from asyncengine.crashes import Crashes
 from asyncengine.engine_info import EngineInfo, Health, describe_engine
 from asyncengine.errors import StartupError
 from asyncengine.losses import Losses
-from asyncengine.model_files import ResolvedModel, resolve_model
+from asyncengine.model_files import ResolvedModel
+from asyncengine.model_search import find_model
 from asyncengine.run_dir import RunDir
 from asyncengine.startup_progress import StartupProgress
 from asyncengine.watchdog import LOOK_SECONDS, Watchdog
@@ -102,7 +103,7 @@ class Supervisor:
     async def prepare(self) -> ResolvedModel:
         """Find the model and open the run directory; raises `StartupError`. `close` undoes it."""
         started = time.monotonic()
-        model = await asyncio.to_thread(resolve_model, self._config.model)
+        model = await find_model(self._config.model)
         if self._progress:
             self._progress.phase_done("engine", 0, "find model", time.monotonic() - started)
         self._check_open()
@@ -251,7 +252,7 @@ class Supervisor:
                 if child.role == "gpu_runner":
                     self._crashes.serves(self.run_dir)
                 if self._progress:
-                    self._progress.ready(child.role, child.index, time.monotonic() - child.started)
+                    self._progress.ready(child.role, child.index, child.phase_started - child.started)
                 if child.life:
                     self._recovered(child)
                 if self._outcome and not self._outcome.done() and self._children.all_ready():

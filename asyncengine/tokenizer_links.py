@@ -12,6 +12,10 @@ from asyncengine.wire.requests import Detokenize, TokenizeChat, TokenizeText, To
 
 Question = TokenizeText | TokenizeChat | Detokenize
 
+MAX_UNACKED_BYTES = 64 * 1024 * 1024
+"""A tokenizer that owes so much, a minute's work or more, gets no further text of an API process: what waits for it is
+bounded in bytes, not only in messages."""
+
 
 class TokenizerLink:
     """One tokenizer worker's pipe, the bytes of text sent to it that it has not acknowledged, and the questions that it
@@ -44,7 +48,7 @@ class TokenizerLinks:
     def send(self, message: ToTokenizer) -> TokenizerLink:
         """Send to one of them, and say to which. Raises `OverloadedError`."""
         link = self._idlest()
-        if not link.sender.try_send(message):
+        if link.unacked_bytes >= MAX_UNACKED_BYTES or not link.sender.try_send(message):
             raise OverloadedError("the engine has no room for another prompt now", code="overloaded")
         return link
 

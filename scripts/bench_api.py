@@ -11,6 +11,8 @@ to twice OUTPUT long, so that they do not end together. A line for each combinat
     cpu        processor time of the API processes, in cores; the client's beside it (it should stay below 1)
     us/event, us/tok   processor time of the API processes for one event and one token, requests included
     late       from a token's step to its arrival at the client, of the oldest token in each arrival
+    gap        between two arrivals of a stream: the engine's is 1000 / (steps/s) ms, so the difference is what clients
+               see of the server's own work
     TTFT       from before the connection is made to the first token; a step's length is part of it
     share      connections of the least and the most loaded API process
 """
@@ -61,8 +63,10 @@ class Client:
         self._sockets: dict[int, socket.socket] = {}
         self._sent: dict[int, float] = {}
         self._tails: dict[int, bytes] = {}
+        self._came: dict[int, float] = {}
         self.events = self.tokens = self.requests = 0
         self.late_ms: list[float] = []
+        self.gap_ms: list[float] = []
         self.ttft_ms: list[float] = []
 
     def run(self) -> None:
@@ -96,6 +100,7 @@ class Client:
             if not ended:
                 raise SystemExit(f"the server broke off a stream: {data!r}")
             self.requests += counted
+            self._came.pop(fd, None)
             self._sockets.pop(fd).close()
             self._open()
 
@@ -109,6 +114,10 @@ class Client:
         events = data.count(EVENT)
         self.events += events
         self.tokens += data.count(b".")  # every token is one stamp, and nothing else in an event has a point
+        if events:
+            if fd in self._came:
+                self.gap_ms.append(1e3 * (now - self._came[fd]))
+            self._came[fd] = now
         sent = self._sent.get(fd, 0.0)
         if sent and events:
             self._sent[fd] = 0.0
@@ -210,7 +219,9 @@ def measure(api_workers: int, streams: int, steps_per_s: float, args: argparse.N
         raise SystemExit("a client failed")
     results = [json.loads(output) for output in outputs]
     total = {key: sum(result[key] for result in results) for key in ("events", "tokens", "requests")}
-    late, ttft = (list(itertools.chain(*(result[key] for result in results))) for key in ("late_ms", "ttft_ms"))
+    late, ttft, gap = (
+        list(itertools.chain(*(result[key] for result in results))) for key in ("late_ms", "ttft_ms", "gap_ms")
+    )
     return {
         "api_workers": api_workers,
         "streams": streams,
@@ -225,6 +236,7 @@ def measure(api_workers: int, streams: int, steps_per_s: float, args: argparse.N
         "us_per_token": 1e6 * sum(used) / max(1, total["tokens"]),
         "late_ms": percentiles(late),
         "ttft_ms": percentiles(ttft),
+        "gap_ms": percentiles(gap),
         "connections": shares,
     }
 
@@ -253,7 +265,7 @@ def client_main(task: dict[str, Any]) -> None:
     started, cpu = time.monotonic(), time.process_time()
     client.run()
     share = (time.process_time() - cpu) / (time.monotonic() - started)
-    names = ("events", "tokens", "requests", "late_ms", "ttft_ms")
+    names = ("events", "tokens", "requests", "late_ms", "ttft_ms", "gap_ms")
     print(json.dumps({name: getattr(client, name) for name in names} | {"cpu_share": share}))
 
 
@@ -261,17 +273,18 @@ def print_header() -> None:
     print(
         f"{'workers':>7} {'streams':>7} {'steps/s':>7} {'tok/s':>8} {'tok/event':>9} {'req/s':>6} {'cpu':>5} "
         f"{'client':>6} {'us/event':>8} {'us/tok':>6} {'late p50':>8} {'p99 ms':>7} {'TTFT p50':>8} {'p99 ms':>7} "
-        " share"
+        f"{'gap p50':>7} {'p99 ms':>7}  share"
     )
 
 
 def print_row(row: dict[str, Any]) -> None:
-    late, ttft = row["late_ms"], row["ttft_ms"]
+    late, ttft, gap = row["late_ms"], row["ttft_ms"], row["gap_ms"]
     print(
         f"{row['api_workers']:>7} {row['streams']:>7} {row['steps_per_s']:>7g} {row['tokens_per_s']:>8,.0f} "
         f"{row['tokens_per_event']:>9.2f} {row['requests_per_s']:>6.0f} {row['api_cores']:>5.2f} "
         f"{row['client_cores']:>6.2f} {row['us_per_event']:>8.1f} {row['us_per_token']:>6.1f} "
-        f"{late['p50']:>8.2f} {late['p99']:>7.2f} {ttft['p50']:>8.2f} {ttft['p99']:>7.2f}  "
+        f"{late['p50']:>8.2f} {late['p99']:>7.2f} {ttft['p50']:>8.2f} {ttft['p99']:>7.2f} "
+        f"{gap['p50']:>7.2f} {gap['p99']:>7.2f}  "
         f"{min(row['connections'])}-{max(row['connections'])}",
         flush=True,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +38,7 @@ from asyncengine.wire.sidecar import HEARTBEAT_SECONDS, Reporter
 from tokenizer_proc.answer_format import tag_tokens, tool_call_format, writes_reasoning
 from tokenizer_proc.chat_template import ChatTemplate
 from tokenizer_proc.prompt_encoder import Job, PromptEncoder, refusal
+from tokenizer_proc.pulse import Pulse
 from tokenizer_proc.token_service import Question, TokenService
 from tokenizer_proc.trial import TURN_CPU_SECONDS, cpu_limit, dangerous
 from tokenizer_proc.vocabulary import Vocabulary
@@ -68,10 +70,12 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
     ring = RingWriter(config.run_dir, config.role, config.index, TurnRecord)
     service = TokenService(vocabulary, encoder)
 
-    def report_life() -> None:
+    def report_life(reporter: Reporter = reporter) -> None:
         if reporter.heartbeat_due():
             reporter.heartbeat({**worker.gauges(), "malformed": receiver.malformed})
 
+    # a pipe of its own, for no two threads may share one
+    pulse = Pulse(partial(report_life, Reporter(pipes, config.role, config.index, config.life)))
     worker = Worker(
         index=config.index,
         encoder=encoder,
@@ -96,7 +100,7 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
         if not worker.flush():
             time.sleep(BACKLOG_WAIT_SECONDS)
         elif receiver.wait(int(HEARTBEAT_SECONDS * 1000)):
-            with cpu_limit(TURN_CPU_SECONDS):
+            with cpu_limit(TURN_CPU_SECONDS), pulse.turn():
                 worker.turn(one_turn(receiver.drain(TURN_MESSAGES)))
 
 

@@ -1,8 +1,12 @@
-"""Connections that bring no request: bytes that are not HTTP get the error object, silence is not waited for."""
+"""What a connection may cost: bytes that are not HTTP get the error object, silence is not waited for, a client that
+does not read its answer is not either, bodies are not decompressed, and connections leave files to the rest."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import resource
+import sys
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
@@ -16,6 +20,11 @@ the 60 s for which proxies keep connections that they may use again."""
 LINGER_SECONDS = 5.0
 """How long the rest of a body that nobody reads is thrown away after the answer: a client that still sends when the
 connection is closed is told that it is broken, and loses the answer."""
+SLOW_CLIENT_SECONDS = 120.0
+"""A client that lets one write wait for so long, with all buffers full, counts as gone."""
+RESERVED_FILES = 192
+"""Open files that connections leave to the rest of the process: what a lost process's successor needs above all."""
+NO_ROOM = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 class Runner(web.AppRunner):
@@ -27,8 +36,10 @@ class Runner(web.AppRunner):
             app,
             logger=logging.getLogger(__name__),
             access_log=None,
+            # aiohttp would before anybody has looked at the request, on the loop's thread: a megabyte that becomes a
+            # gigabyte would stop all streams for seconds, whoever sent it
+            auto_decompress=False,
             handler_cancellation=True,
-            auto_decompress=False,  # `json_body` does it, and no further than a body may be long
             keepalive_timeout=IDLE_SECONDS,
             lingering_time=LINGER_SECONDS,
             shutdown_timeout=shutdown_timeout,
@@ -52,6 +63,26 @@ class _Server(web.Server):
 class _Connection(web.RequestHandler):
     __slots__ = ()
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        assert self._manager is not None
+        if len(self._manager._connections) > most_connections():
+            assert self.transport is not None
+            self.transport.write(NO_ROOM)
+            self.force_close()
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """aiohttp would wait for ever for a client that does not read."""
+        try:
+            async with asyncio.timeout(SLOW_CLIENT_SECONDS):
+                return await super().finish_response(request, resp, start_time)
+        except TimeoutError:
+            if self.transport is not None:
+                self.transport.abort()
+            return resp, True
+
     def handle_error(
         self,
         request: web.BaseRequest,
@@ -67,3 +98,9 @@ class _Connection(web.RequestHandler):
         response = error_response(InvalidRequestError(f"the request is not valid HTTP: {what}", code="invalid_http"))
         response.force_close()
         return response
+
+
+def most_connections() -> int:
+    """How many of the files that this process may have open may be connections."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if most == resource.RLIM_INFINITY else max(most - RESERVED_FILES, most // 2)

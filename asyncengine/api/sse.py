@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 
 from aiohttp import HttpVersion11, web
 
+from asyncengine.api import connections
+
 DONE = b"data: [DONE]\n\n"
-SLOW_CLIENT_SECONDS = 120.0
-"""A client that lets one write wait for so long, with all buffers full, counts as gone."""
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -63,7 +63,7 @@ class EventStream:
     @asynccontextmanager
     async def _patience(self) -> AsyncIterator[None]:
         try:
-            async with asyncio.timeout(SLOW_CLIENT_SECONDS):
+            async with asyncio.timeout(connections.SLOW_CLIENT_SECONDS):
                 yield
         except TimeoutError:
             if self._protocol.transport is not None:

@@ -20,6 +20,7 @@ from asyncengine.engine_info import EngineInfo, Health
 from asyncengine.front_end import FrontEnd
 from asyncengine.telemetry import make_tracing
 from asyncengine.wire.answers import EngineStatus, ToEngine
+from asyncengine.wire.faults import log_faults_without_texts
 from asyncengine.wire.pipes import Pipes
 from asyncengine.wire.sidecar import HEARTBEAT_SECONDS, Reporter, run_sidecar
 
@@ -90,6 +91,7 @@ class ApiWorker(FrontEnd):
 
 def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
     """Serve until told to end, by the parent or by SIGTERM."""
+    log_faults_without_texts()
     uvloop.run(_serve(config, pipes, reporter))
 
 

@@ -118,13 +118,15 @@ class WorkerGroup:
         if self._telling is not None:
             self._telling.cancel()
             self._telling = None
-        if self._health.state != "failed":
+        if self._health.state not in ("failed", "closed"):
             self._health = Health(state="closed", detail="the engine was closed")
             self._tell()
-        await self._supervisor.close()
-        self._senders = []
-        for listener in self._sockets:
-            listener.close()
+        try:
+            await self._supervisor.close()
+        finally:  # to its end, though its caller be cancelled
+            self._senders = []
+            for listener in self._sockets:
+                listener.close()
 
     async def _tell_again_and_again(self) -> None:
         while True:

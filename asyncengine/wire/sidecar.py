@@ -22,6 +22,7 @@ import msgspec
 
 from asyncengine.config import Role, SidecarConfig
 from asyncengine.errors import StartupError
+from asyncengine.wire.faults import fault_place, fault_text
 from asyncengine.wire.pipes import Pipes
 from asyncengine.wire.reports import Fatal, Heartbeat, Progress, Ready
 
@@ -88,8 +89,12 @@ def run_sidecar(role: Role, serve: Callable[[SidecarConfig, Pipes, Reporter], No
         pipes.close(linger_ms=1000)
         sys.exit(1)
     except Exception as error:  # noqa: BLE001 - the last stop of this process: report, then die
-        traceback.print_exc()
-        reporter.fatal(f"{type(error).__name__}: {error}")
+        if role == "gpu_runner":  # has no texts, and those of a device's errors say what to do
+            traceback.print_exc()
+            reporter.fatal(f"{type(error).__name__}: {error}")
+        else:
+            print(fault_text(error), file=sys.stderr)
+            reporter.fatal(fault_place(error))
         pipes.close(linger_ms=1000)
         sys.exit(1)
     finally:

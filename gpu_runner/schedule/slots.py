@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from heapq import heappop, heappush
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -81,7 +83,9 @@ class Slots:
         self.slot_of: dict[int, int] = {}  # by rid, of every request that holds one
         self.node: list[Node | None] = [None] * num_slots  # the locked radix node that ends the row's cached prefix
         self.latest_rid: list[int] | memoryview[int] = [-1] * num_slots  # as in `RowNotes`
-        self._free = list(range(num_slots - 1, -1, -1))
+        # A heap, of which the lowest is next: detokenizers have the slots that are congruent to their number, and so
+        # have equally many rows soon after the load has changed.
+        self._free = list(range(num_slots))
         self._admissions = 0
 
     @property
@@ -90,7 +94,7 @@ class Slots:
 
     def take(self, request: Request) -> int:
         """Give a request that never ran here a slot and copy its tokens in."""
-        slot = self._free.pop()
+        slot = heappop(self._free)
         request.slot = self.slot_of[request.rid] = slot
         self.latest_rid[slot] = request.rid
         self.request[slot] = request
@@ -133,7 +137,7 @@ class Slots:
         self.num_pages[slot] = 0
         self.request[slot] = None
         self.node[slot] = None
-        self._free.append(slot)
+        heappush(self._free, slot)
 
     def pages(self, slot: int) -> NDArray[np.int32]:
         """The row's page ids in order, a view."""

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
-import tracemalloc
 import types
 import typing
-import zlib
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
-from api_server import CHAT, COMPLETIONS, JSON, Server, serving
+from api_server import CHAT, COMPLETIONS, Server, serving
 from fake_backend import MODEL, VOCAB_SIZE, FakeBackend
 
 from asyncengine.api import connections, request_body
@@ -102,54 +98,6 @@ async def test_a_body_over_the_limit_is_413(server: Server) -> None:
     assert status == 413
     assert error_of(status, answer)["code"] == "request_too_large"
     assert (await server.post(COMPLETIONS, {"prompt": "a"}))[0] == 200
-
-
-async def encoded(server: Server, encoding: str, data: bytes) -> tuple[int, Any]:
-    headers = {**JSON, "Content-Encoding": encoding}
-    async with server.session.post(server.url + COMPLETIONS, data=data, headers=headers) as response:
-        return response.status, await response.json()
-
-
-@pytest.mark.parametrize(
-    ("encoding", "compressed"),
-    [("gzip", gzip.compress), ("GZIP", gzip.compress), ("deflate", zlib.compress), ("identity", bytes)],
-)
-async def test_a_compressed_body_is_read(
-    server: Server, backend: FakeBackend, encoding: str, compressed: Callable[[bytes], bytes]
-) -> None:
-    status, _ = await encoded(server, encoding, compressed(b'{"prompt": "' + b"ab" * 50_000 + b'"}'))
-    assert (status, backend.calls[0][0]) == (200, "ab" * 50_000)
-
-
-@pytest.mark.parametrize(
-    ("encoding", "body", "code"),
-    [
-        ("gzip", b"not gzip", "invalid_body"),
-        ("gzip", gzip.compress(b'{"prompt": "a"}')[:-9], "invalid_body"),
-        ("gzip", gzip.compress(b'{"prompt": "a"}') + b"{}", "invalid_body"),
-        ("deflate", b"", "invalid_body"),
-        ("br", b'{"prompt": "a"}', "invalid_content_encoding"),
-        ("gzip, gzip", gzip.compress(gzip.compress(b'{"prompt": "a"}')), "invalid_content_encoding"),
-    ],
-)
-async def test_a_compressed_body_that_cannot_be_read_is_refused(
-    server: Server, encoding: str, body: bytes, code: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    status, answer = await encoded(server, encoding, body)
-    assert error_of(status, answer)["code"] == code
-    assert (await server.post(COMPLETIONS, {"prompt": "a"}))[0] == 200
-    assert caplog.records == []
-
-
-async def test_a_small_body_that_stands_for_a_large_one_is_made_no_longer_than_a_body_may_be(server: Server) -> None:
-    bomb = gzip.compress(bytes(256 * 1024 * 1024), compresslevel=1)
-    tracemalloc.start()
-    try:
-        status, answer = await encoded(server, "gzip", bomb)
-        assert tracemalloc.get_traced_memory()[1] < 32 * 1024 * 1024
-    finally:
-        tracemalloc.stop()
-    assert (status, error_of(status, answer)["code"]) == (413, "request_too_large")
 
 
 async def test_a_128k_id_prompt_fits(server: Server, backend: FakeBackend) -> None:

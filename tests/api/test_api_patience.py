@@ -12,7 +12,7 @@ import pytest
 from api_server import CHAT, COMPLETIONS, Server, eventually, serving
 from fake_backend import FakeBackend
 
-from asyncengine.api import relay, sse
+from asyncengine.api import connections, relay
 from asyncengine.chat_prompt import ChatPrompt
 from asyncengine.errors import QueueFullError
 from asyncengine.prompt_messages import TokenizedPrompt
@@ -129,7 +129,7 @@ async def test_a_client_that_never_reads_counts_as_gone(
     slow_reader: tuple[asyncio.StreamReader, asyncio.StreamWriter],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sse, "SLOW_CLIENT_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "SLOW_CLIENT_SECONDS", 0.2)
     backend.pieces = ["x" * 50_000] * 2000
     await eventually(lambda: bool(backend.calls))
     await eventually(lambda: backend.open == 0)

@@ -11,7 +11,7 @@ from api_server import CHAT, COMPLETIONS, JSON, Server, eventually
 from fake_backend import ANSWER, MODEL, FakeBackend
 
 from asyncengine import __version__
-from asyncengine.api import sse
+from asyncengine.api import connections
 from asyncengine.errors import EngineDeadError, InvalidRequestError, OverloadedError
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -211,7 +211,7 @@ async def test_a_client_that_leaves_aborts_its_streams(
 async def test_a_client_that_stops_reading_is_dropped(
     server: Server, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sse, "SLOW_CLIENT_SECONDS", 0.02)
+    monkeypatch.setattr(connections, "SLOW_CLIENT_SECONDS", 0.02)
     backend.pieces = ("x" * 1_000_000,) * 50
     async with server.session.post(server.url + COMPLETIONS, json={"prompt": "a", "max_tokens": 50, "stream": True}):
         await eventually(lambda: backend.left_early == 1)

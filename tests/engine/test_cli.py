@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -115,6 +116,37 @@ def test_a_signal_during_the_start_leaves_nothing(short_path: Path) -> None:
         command.process.terminate()
         code, out, err = command.finish()
     assert (code, out) == (0, "")
+    assert all_gone(children)
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_signals_that_do_not_stop_break_nothing_off(short_path: Path, workers: str) -> None:
+    with running(short_path, "serve", "--port", "0", "--api-workers", workers) as command:
+        command.read_until(r"Ready: ")
+        children = command.children()
+        numbers = itertools.cycle((signal.SIGTERM, signal.SIGINT))
+        while command.process.poll() is None:
+            command.process.send_signal(next(numbers))
+            time.sleep(0.003)
+        code, _, err = command.finish()
+    assert code == 0
+    assert all_gone(children)
+    assert "Traceback" not in err
+
+
+def test_a_signal_during_a_download_ends_it(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as hub, tempfile.TemporaryDirectory() as cache:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        monkeypatch.setenv("HF_HOME", cache)
+        with running(short_path, "serve", "org/name", "--port", "0") as command:
+            asked, _ = hub.accept()  # and never answered
+            children = command.children()
+            command.process.terminate()
+            code, out, err = command.finish()
+        asked.close()
+    assert (code, out, len(children)) == (0, "", 1)
     assert all_gone(children)
     assert "Traceback" not in err
 

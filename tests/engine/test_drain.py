@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 import time
 import urllib.error
@@ -10,9 +11,10 @@ import urllib.request
 from collections.abc import Iterator
 from http.client import HTTPResponse
 from pathlib import Path
+from threading import Thread
 
 import pytest
-from support.command_line import Command, all_gone, running
+from support.command_line import Command, all_gone, ask, running
 
 ENDLESS = {"prompt": [40, 41], "max_tokens": 1900, "ignore_eos": True, "stream": True}
 SLOW: dict[str, object] = {"step_ms": 5, "endless_from": 1900}
@@ -106,3 +108,35 @@ def test_a_second_signal_or_the_time_out_ends_them(short_path: Path, seconds: st
         code, _, err = command.finish()
     assert code == 0
     assert "Traceback" not in err
+
+
+def test_requests_that_wait_for_a_row_are_let_run_and_answered_too(short_path: Path) -> None:
+    options = ["--drain-timeout-seconds", "1000", "--max-num-seqs", "1"]
+    with running(short_path, "serve", "--port", "0", *options, **SLOW) as command:
+        url, held = begin(command)
+        waiting = [Thread(target=lambda: answers.append(ask(url))) for _ in range(3)]
+        answers: list[str] = []
+        for thread in waiting:
+            thread.start()
+        deadline = time.monotonic() + 60
+        while num_waiting(url) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert num_waiting(url) == 3
+        command.process.terminate()
+        while not is_draining(url) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert answers == []
+        post(f"{url}/v1/requests/cmpl-held/cancel", {}).close()
+        assert last_events(held)[-1] == "[DONE]"
+        for thread in waiting:
+            thread.join(60)
+        code, _, err = command.finish()
+    assert answers == ["one two three"] * 3
+    assert code == 0
+    assert "Traceback" not in err
+
+
+def num_waiting(url: str) -> int:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
+        text = response.read().decode()
+    return int(float(re.findall(r"(?m)^vllm:num_requests_waiting\{.*\} (\S+)$", text)[0]))

@@ -11,6 +11,7 @@ import pytest
 from asyncengine import model_files
 from asyncengine.errors import StartupError
 from asyncengine.model_files import resolve_model
+from asyncengine.model_search import find_model
 
 
 def test_the_default_is_the_embedded_gguf_file() -> None:
@@ -89,6 +90,20 @@ def test_a_hub_id_that_cannot_be_had_is_one_sentence(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(StartupError, match="cannot download org/name from Hugging Face: many lines"):
         resolve_model("org/name")
+
+
+async def test_a_download_runs_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / "5f"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("5f")
+    assert await find_model("org/name") == model_files.ResolvedModel(snapshot, "org/name")
+    with pytest.raises(StartupError, match="org/other is not on this machine and Hugging Face cannot be reached"):
+        await find_model("org/other")
+    assert (await find_model(str(snapshot))).path == snapshot, "of what is here none is made"
 
 
 @pytest.fixture

@@ -274,6 +274,21 @@ async def test_the_status_of_api_workers_tells_of_successors_their_own_among_the
         await group.close()
 
 
+async def test_a_second_signal_while_api_workers_are_closed_breaks_nothing_off(orders: Orders) -> None:
+    sockets = bind("127.0.0.1", 0)
+    group = WorkerGroup(EngineConfig(), sockets, workers=1, modules=MODULES)
+    await group.start()
+    pids = group._supervisor.pids()
+    closing = asyncio.create_task(group.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    await group.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
+    assert [listener.fileno() for listener in sockets] == [-1] * len(sockets)
+
+
 # --------------------------------------------------------------------------------------------------------------- hangs
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -53,6 +54,8 @@ class Heard:
         self.phases: list[tuple[str, int, str]] = []
         self.updates: list[tuple[str, int, int]] = []
         self.ready_roles: list[str] = []
+        self.seconds: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+        self.whole: dict[tuple[str, int], float] = {}
 
     def update(self, role: str, index: int, phase: str, done: int, total: int) -> None:
         self.updates.append((phase, done, total))
@@ -60,9 +63,11 @@ class Heard:
     def phase_done(self, role: str, index: int, phase: str, seconds: float) -> None:
         assert seconds >= 0
         self.phases.append((role, index, phase))
+        self.seconds[role, index].append(seconds)
 
     def ready(self, role: str, index: int, seconds: float) -> None:
         self.ready_roles.append(role)
+        self.whole[role, index] = seconds
 
 
 def make(heard: Heard, config: EngineConfig | None = None, *, modules: Mapping[Role, str] = MODULES) -> Supervisor:
@@ -104,6 +109,8 @@ async def test_all_sidecars_become_ready_and_close_leaves_nothing() -> None:
         assert ("gpu_runner", 0, "loading weights") in heard.phases
         assert ("tokenizer_proc", 1, "start process") in heard.phases
         assert ("loading weights", 50, 100) in heard.updates
+        del heard.seconds["engine", 0]  # the search for the model, before there are processes
+        assert {place: sum(parts) for place, parts in heard.seconds.items()} == pytest.approx(heard.whole)
         await until(lambda: supervisor.gauges("gpu_runner") != {})
         assert supervisor.gauges("gpu_runner")["total_pages"] == 1024
         assert supervisor.stalled() == []

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from asyncio.subprocess import Process
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -39,6 +40,8 @@ PROMPT = "zanzibar"
 SECRETS = [text.encode() for text in (FILE_KEY, ENVIRONMENT_KEY, WRONG_KEY, PROMPT)]
 MAX_QUEUED, ROWS = 8, 4
 STATUS_LISTEN = "0A"
+MOST_WAKE_UPS_A_SECOND = 150
+"""A process has four heartbeats a second; one that polls each millisecond would wake up a thousand times."""
 JSON = {"Content-Type": "application/json"}
 
 
@@ -145,6 +148,7 @@ async def test_nothing_leaks_opens_or_runs_that_should_not(folder: Path, tmp_pat
     async with started(folder, poisoned_model(folder / "model", marker)) as server:
         await it_is_ready_when_a_request_succeeds_and_not_before(server)
         it_listens_on_its_port_only(server)
+        await nobody_is_busy_while_nobody_asks(server)
         media_is_refused_and_nobody_is_asked_for_it(await media_answers(server))
         await texts_of_megabytes_are_refused(server)
         await more_than_may_wait_is_turned_away_and_the_rest_answered(server)
@@ -155,6 +159,7 @@ async def test_nothing_leaks_opens_or_runs_that_should_not(folder: Path, tmp_pat
     log = server.log.read_bytes()
     assert [secret for secret in SECRETS if secret in log] == []
     assert log.count(b"was replaced within") == 2
+    assert b"everybody on this machine can read the API keys in " in log
     assert not marker.exists()
     assert list((folder / "t").iterdir()) == []
 
@@ -194,6 +199,24 @@ def it_listens_on_its_port_only(server: Guarded) -> None:
             assert words[7].startswith(str(server.temporary)), "a name that others can reach"
     (run_dir,) = server.temporary.iterdir()
     assert run_dir.stat().st_mode & 0o777 == 0o700
+
+
+async def nobody_is_busy_while_nobody_asks(server: Guarded) -> None:
+    """By how often each process wakes up: how long it then takes is the machine's affair."""
+    before, began = wake_ups(server), time.monotonic()
+    await asyncio.sleep(2)
+    rates = {pid: (count - before[pid]) / (time.monotonic() - began) for pid, count in wake_ups(server).items()}
+    roles = server.pids()
+    assert {roles[pid]: rate for pid, rate in rates.items() if rate > MOST_WAKE_UPS_A_SECOND} == {}
+
+
+def wake_ups(server: Guarded) -> dict[int, int]:
+    """How often the threads of each process have gone to sleep by themselves."""
+    found = Counter[int]()
+    for pid in server.pids():
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found[pid] += int(re.findall(r"\nvoluntary_ctxt_switches:\s+(\d+)", (task / "status").read_text())[0])
+    return found
 
 
 async def media_answers(server: Guarded) -> tuple[list[tuple[int, Any]], list[str]]:

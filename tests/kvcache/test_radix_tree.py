@@ -93,6 +93,19 @@ def test_tokens_moved_over_a_page_border_do_not_match() -> None:
     assert cache.tree.match("", shifted).pages.tolist() == [1]
 
 
+@pytest.mark.parametrize("base", [31, 33, 257, 1_000_003, 2**16])
+def test_pages_that_a_polynomial_hash_takes_for_one_another_do_not_match(base: int) -> None:
+    """Neighbours that differ by (+1, -base) are equal to h = h * base + token; here also across a border of pages."""
+    tokens = np.full(3 * PAGE_SIZE, 2 * 10**6, dtype=np.int32)
+    for place in (0, PAGE_SIZE - 2, PAGE_SIZE - 1, PAGE_SIZE, 2 * PAGE_SIZE - 1):
+        cache = Cache()
+        cache.tree.insert("", tokens, cache.pool.allocate(3))
+        other = tokens.copy()
+        other[place : place + 2] += np.array([1, -base], np.int32)
+        assert len(cache.tree.match("", other).pages) == place // PAGE_SIZE
+        assert len(cache.tree.match("", tokens).pages) == 3
+
+
 def test_namespaces_never_see_each_other() -> None:
     cache = Cache()
     cache.add(1, 2, namespace="a")

@@ -20,6 +20,11 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
     reporter.progress("loading weights", 1, 2)
     if behaviour == "raise":
         raise ValueError("the weights are upside down")
+    if behaviour == "raise of a tokenizer":
+        try:
+            raise KeyError("zanzibar")
+        except KeyError as error:
+            raise ValueError("it is no number: zanzibar") from error
     if behaviour == "refuse":
         raise StartupError(f"cannot load {config.model_path}")
     if behaviour == "refuse and be stopped while leaving":
@@ -45,4 +50,4 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
         inbox.wait(100)  # not for long: a signal just before it sleeps does not wake it
 
 
-run_sidecar("gpu_runner", serve)
+run_sidecar("tokenizer_proc" if "of a tokenizer" in sys.argv[1] else "gpu_runner", serve)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -176,6 +177,23 @@ def test_an_exception_is_reported_as_fatal_and_ends_the_sidecar_with_status_1(
     process = start(config_for(run_dir), behaviour, started)
     assert reports(receiver, Fatal)[-1] == Fatal("gpu_runner", 2, message)
     assert process.wait(WAIT_SECONDS) == 1
+
+
+def test_a_fault_of_a_process_that_has_texts_is_told_by_its_place_and_kind(
+    supervisor: tuple[Path, Receiver], started: list[subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    run_dir, receiver = supervisor
+    with (tmp_path / "log").open("w+b") as log:
+        process = start(config_for(run_dir, "tokenizer_proc"), "raise of a tokenizer", started, stderr=log)
+        fatal = reports(receiver, Fatal)[-1]
+        assert process.wait(WAIT_SECONDS) == 1
+        log.seek(0)
+        said = log.read().decode()
+    assert isinstance(fatal, Fatal)
+    assert re.fullmatch(rf"ValueError in {re.escape(str(CHILD))}:\d+", fatal.message)
+    assert said.count("in serve") == 2
+    assert re.search(r"(?s)\nValueError\nwhich came of\n.*\nKeyError\n", said)
+    assert "zanzibar" not in re.sub(r"(?m)^ +raise .*$", "", said)  # but for the lines of code
 
 
 def test_a_signal_to_a_sidecar_that_is_already_leaving_changes_nothing(

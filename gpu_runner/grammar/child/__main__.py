@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 from asyncengine.config import GrammarConfig
+from asyncengine.wire.faults import print_fault
 from asyncengine.wire.sidecar import arm_life_line, read_config, watch_parent
 
 
@@ -14,6 +16,7 @@ def main() -> None:
     arm_life_line()
     config = read_config(GrammarConfig)
     watch_parent()
+    sys.excepthook = print_fault
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the whole group; the supervisor decides
     if config.job == "check":
         os.nice(10)  # what a request sent must not take the engine's own processes their cores
