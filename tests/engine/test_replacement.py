@@ -102,7 +102,7 @@ async def test_every_sidecar_that_is_killed_is_replaced_and_the_engine_hears_of_
     heard = Heard()
     model = ResolvedModel(Path("model"), "model")
     async with started(heard, EngineConfig(tokenizer_workers=2, max_crashes=9)) as supervisor:
-        assert supervisor.health() == Health(state="ready")
+        await until(lambda: supervisor.health() == Health(state="ready"))
         for name, role, index in (
             ("gpu_runner", "gpu_runner", 0),
             ("tokenizer_proc 1", "tokenizer_proc", 1),

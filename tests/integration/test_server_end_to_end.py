@@ -98,11 +98,10 @@ async def test_the_first_words_come_while_the_answer_is_still_being_written(
         max_tokens=900,  # seconds of work: however late this process reads, it is far from its end
         extra_body={"ignore_eos": True},
     )
-    async for chunk in stream:
-        if chunk.choices[0].delta.content:
-            break
-    assert engine.gauges()["running"] == 1
-    await stream.close()
+    chunk = await anext(chunk async for chunk in stream if chunk.choices[0].delta.content)
+    assert await engine.cancel(chunk.id), "it has not ended"
+    *_, last = [chunk async for chunk in stream]
+    assert last.choices[0].finish_reason == "abort"  # type: ignore[comparison-overlap]
     await wait_until_idle(engine)
 
 
