@@ -249,7 +249,8 @@ async def test_the_status_of_api_workers_tells_of_successors_and_a_workers_own_l
     group = WorkerGroup(EngineConfig(), bind("127.0.0.1", 0), workers=1, modules=MODULES)
 
     def statuses() -> list[list[object]]:
-        return [json.loads(line) for line in (orders.path / "statuses").read_bytes().splitlines()]
+        path = orders.path / "statuses"  # made after the worker has said that it is ready
+        return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
     try:
         await group.start()

@@ -25,7 +25,7 @@ from gpu_runner.schedule.scheduler import Scheduler, num_slots_for
 
 pytestmark = pytest.mark.timeout(300)
 
-MAX_TOKENS = 16
+MAX_TOKENS = 10
 MAX_NUM_SEQS = 8
 STORY = "The old lighthouse keeper climbed the stairs every evening, lit the lamp, and wrote one line in his book. "
 TEXTS = (

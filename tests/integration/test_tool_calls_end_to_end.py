@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -73,40 +74,47 @@ def check(name: str, arguments: dict[str, Any]) -> None:
         assert -12 <= arguments["zone"] <= 12
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-async def test_a_required_call_keeps_to_the_schema_of_the_function_it_names(
-    client: openai.AsyncOpenAI, seed: int
-) -> None:
-    answer = await client.chat.completions.create(
-        model=MODEL,
-        messages=[USER],
-        tools=[WEATHER, TIME],
-        tool_choice="required",
-        parallel_tool_calls=False,
-        seed=seed,
-        max_tokens=300,
-    )
-    (choice,) = answer.choices
-    ((name, arguments),) = calls_of(choice.message)
-    check(name, arguments)
-    assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+async def test_a_required_call_keeps_to_the_schema_of_the_function_it_names(client: openai.AsyncOpenAI) -> None:
+    async def ask(seed: int) -> None:
+        answer = await client.chat.completions.create(
+            model=MODEL,
+            messages=[USER],
+            tools=[WEATHER, TIME],
+            tool_choice="required",
+            parallel_tool_calls=False,
+            seed=seed,
+            max_tokens=300,
+        )
+        (choice,) = answer.choices
+        ((name, arguments),) = calls_of(choice.message)
+        check(name, arguments)
+        assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+
+    await asyncio.gather(*(ask(seed) for seed in (1, 2, 3)))
 
 
-@pytest.mark.parametrize("named", ["weather", "time"])
-async def test_a_named_function_is_called_and_its_call_streamed_is_the_same(
-    client: openai.AsyncOpenAI, named: str
-) -> None:
-    asked: Any = {
-        "model": MODEL,
-        "messages": [USER],
-        "tools": [WEATHER, TIME],
-        "tool_choice": {"type": "function", "function": {"name": named}},
-        "temperature": 0,
-        "max_tokens": 300,
-    }
-    ((name, arguments),) = calls_of((await client.chat.completions.create(**asked)).choices[0].message)
-    assert name == named
-    check(name, arguments)
+async def test_a_named_function_is_called_and_its_call_streamed_is_the_same(client: openai.AsyncOpenAI) -> None:
+    async def ask(named: str) -> None:
+        asked: Any = {
+            "model": MODEL,
+            "messages": [USER],
+            "tools": [WEATHER, TIME],
+            "tool_choice": {"type": "function", "function": {"name": named}},
+            "temperature": 0,
+            "max_tokens": 300,
+        }
+        whole, (text, finish) = await asyncio.gather(client.chat.completions.create(**asked), streamed(client, asked))
+        ((name, arguments),) = calls_of(whole.choices[0].message)
+        assert name == named
+        check(name, arguments)
+        assert json.loads(text) == arguments
+        assert finish == "tool_calls"
+
+    await asyncio.gather(ask("weather"), ask("time"))
+
+
+async def streamed(client: openai.AsyncOpenAI, asked: Any) -> tuple[str, str | None]:
+    """The arguments of the one call of an answer, and why it ended."""
     text, finish = "", None
     async for chunk in await client.chat.completions.create(**asked, stream=True):
         finish = chunk.choices[0].finish_reason
@@ -114,8 +122,7 @@ async def test_a_named_function_is_called_and_its_call_streamed_is_the_same(
             assert call.index == 0
             assert call.function is not None
             text += call.function.arguments or ""
-    assert json.loads(text) == arguments
-    assert finish == "tool_calls"
+    return text, finish
 
 
 async def test_an_answer_of_free_choice_keeps_to_strict_schemas_and_may_be_text(client: openai.AsyncOpenAI) -> None:
