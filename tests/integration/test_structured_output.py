@@ -1,6 +1,6 @@
 """Structured output behind the real HTTP endpoint: schemas, patterns, choices and grammars.
 
-The model has SmolLM2's tokens and random weights: what it says makes sense only as far as it is made to."""
+The model has no sense of its own (`support.babbling_model`); real ones are asked in the other tests of this folder."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ import aiohttp
 import openai
 import pytest
 import pytest_asyncio
+from support.babbling_model import EOS, write_babbling_model
 from support.command_line import all_gone
 from support.eventually import eventually
-from support.random_model import write_config
-from support.tokenizers_cache import default_model_file
 
 from asyncengine import AsyncEngine, EngineConfig, SamplingParams, collect
 from asyncengine.api.app import bound_port, run_app
 from asyncengine.errors import EngineError, InvalidRequestError
 from asyncengine.sampling import Structured
-from asyncengine.tokenizer_file import load_tokenizer
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
@@ -81,14 +79,7 @@ SCHEMAS: list[dict[str, Any]] = [
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncEngine]:
-    folder = tmp_path_factory.mktemp("model")
-    model = write_config(
-        folder, vocab_size=49152, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=8192,
-    )  # fmt: skip
-    load_tokenizer(str(default_model_file())).tokenizer.save(str(folder / "tokenizer.json"))
-    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    model = write_babbling_model(tmp_path_factory.mktemp("model"))
     config = EngineConfig(model=model, load_format="dummy", device="cpu", kv_cache_tokens=16384, max_num_seqs=32)
     async with AsyncEngine.start(config) as engine:
         assert grammar_processes(engine) == [], "nobody has asked for structured output yet"
@@ -321,7 +312,7 @@ async def test_who_leaves_while_a_schema_is_checked_leaves_nothing_behind(engine
 async def test_a_killed_mask_process_costs_the_rows_that_waited_for_it_and_no_others(engine: AsyncEngine) -> None:
     # many seconds of work, without an end of its own: it is lost early, however late this process is
     bound = SamplingParams(
-        max_tokens=8000, structured=Structured("regex", "[a-z ]+"), logit_bias=((2, -100.0),), seed=1
+        max_tokens=8000, structured=Structured("regex", "[a-z ]+"), logit_bias=((EOS, -100.0),), seed=1
     )
     free = SamplingParams(max_tokens=300, ignore_eos=True, seed=1)
     expected = await tokens_of(engine, "Once", free)

@@ -1,4 +1,6 @@
-"""Tool calls of the real SmolLM2 behind the real HTTP endpoint, asked for by the real `openai` client."""
+"""Tool calls behind the real HTTP endpoint, asked for by the real `openai` client.
+
+The model has no sense of its own (`support.babbling_model`); the real SmolLM2 calls tools in `test_real_clients.py`."""
 
 from __future__ import annotations
 
@@ -11,13 +13,14 @@ from typing import Any
 import openai
 import pytest
 import pytest_asyncio
+from support.babbling_model import write_babbling_model
 
 from asyncengine import AsyncEngine, EngineConfig
 from asyncengine.api.app import bound_port, run_app
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
-MODEL = "SmolLM2-135M-Instruct"
+MODEL = "a-model"
 TEMPLATE = """
 {%- if tools %}{{ '<|im_start|>system\nCall a function as <tool_call>{"name": ..., "arguments": ...}</tool_call>:\n' }}
 {%- for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}
@@ -49,7 +52,13 @@ async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[open
     template: Path = tmp_path_factory.mktemp("template") / "template.jinja"
     template.write_text(TEMPLATE)
     config = EngineConfig(
-        device="cpu", kv_cache_tokens=8192, max_model_len=1024, max_num_seqs=8, chat_template=str(template)
+        model=write_babbling_model(template.parent),
+        load_format="dummy",
+        served_model_name=MODEL,
+        device="cpu",
+        kv_cache_tokens=16384,
+        max_num_seqs=8,
+        chat_template=str(template),
     )
     async with AsyncEngine.start(config) as engine:
         assert (engine.info.tool_call_format, engine.info.reasoning) == ("hermes", False)
@@ -129,7 +138,7 @@ async def test_an_answer_of_free_choice_keeps_to_strict_schemas_and_may_be_text(
     strict = tool("weather", WEATHER["function"]["parameters"]["properties"], strict=True)
     begun: Any = {"role": "assistant", "content": "Of course."}
     answer = await client.chat.completions.create(
-        model=MODEL, messages=[USER, begun, USER], tools=[strict], n=4, seed=5, max_tokens=120
+        model=MODEL, messages=[USER, begun, USER], tools=[strict], n=4, seed=5, max_tokens=40
     )
     for choice in answer.choices:
         if choice.finish_reason == "tool_calls":
