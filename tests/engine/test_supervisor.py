@@ -82,7 +82,7 @@ async def started(heard: Heard, config: EngineConfig | None = None) -> AsyncIter
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second where it ends between opening and reading
         return False
 
 

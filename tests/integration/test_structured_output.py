@@ -11,13 +11,13 @@ import re
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import openai
 import pytest
 import pytest_asyncio
+from chaos.processes import ON_DEMAND, family
 from support.babbling_model import EOS, write_babbling_model
 from support.command_line import all_gone
 from support.eventually import eventually
@@ -104,8 +104,7 @@ def client(url: str) -> openai.AsyncOpenAI:
 def grammar_processes(engine: AsyncEngine) -> list[int]:
     """Those of the engine's gpu_runner, in the order of their start."""
     runner = engine._supervisor._children["gpu_runner", 0].process.pid
-    children = Path(f"/proc/{runner}/task/{runner}/children").read_text().split()
-    return [int(pid) for pid in children if b"gpu_runner.grammar.child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [process.pid for process in family(runner) if process.role in ON_DEMAND]
 
 
 async def complete(url: str, *, status: int = 200, **fields: Any) -> dict[str, Any]:
