@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from chaos.processes import children_of
 from hypothesis import settings
 from support.triton_interpreter import use_interpreter
 
@@ -70,15 +71,12 @@ def nothing_left_behind() -> Iterator[None]:
 def running_children() -> list[str]:
     """Command lines of this process's children that have not ended; empty where there is no /proc."""
     found = []
-    for children in Path("/proc/self/task").glob("*/children"):
-        for pid in children.read_text().split():
-            try:
-                command = (
-                    Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                )
-            except FileNotFoundError:
-                continue
-            # An ended child that was not waited for has no command line; the tracker of shared memory ends with us.
-            if command and "multiprocessing.resource_tracker" not in command:
-                found.append(command)
+    for pid in children_of(os.getpid()):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        # An ended child that was not waited for has no command line; the tracker of shared memory ends with us.
+        if command and "multiprocessing.resource_tracker" not in command:
+            found.append(command)
     return found

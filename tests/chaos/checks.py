@@ -14,7 +14,7 @@ from chaos.server import Server, Setup
 
 SETTLE_SECONDS = 60.0
 POLL_SECONDS = 0.2
-GONE_SECONDS = 10.0
+GONE_SECONDS = 60.0
 LOOKS_PER_WORKER = 8
 """Connections go to API workers as it happens; with so many looks each of them is seen."""
 RSS_SLACK_BYTES = 48 * 2**20

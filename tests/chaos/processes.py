@@ -41,7 +41,7 @@ def family(root: int) -> list[Process]:
         process = look_at(pid)
         if process is not None:
             found.append(process)
-            waiting += _children(pid)
+            waiting += children_of(pid)
     return found
 
 
@@ -87,7 +87,8 @@ def _role(words: list[str]) -> str:
     return ROLE_OF_MODULE.get(module, module)
 
 
-def _children(pid: int) -> list[int]:
+def children_of(pid: int) -> list[int]:
+    """Those that any of its threads has started."""
     children: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         try:

@@ -15,7 +15,7 @@ async def test_nothing_is_lost_whatever_is_killed_or_stopped_and_whoever_leaves(
 ) -> None:
     plan = scripted_plan(
         seed=seed,
-        seconds=8,
+        seconds=7,
         api_workers=api_workers,
         kills_per_second=kills_per_second,
         cases=28,

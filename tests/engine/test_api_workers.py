@@ -19,6 +19,7 @@ import pytest
 from chaos.processes import clients_of
 from front_end_ring import INFO
 from support.command_line import Command, all_gone, running
+from support.unused_port import unused_port
 
 from asyncengine.cli import api_workers
 from asyncengine.config import API_WORKER_SHIFT, EngineConfig
@@ -351,11 +352,13 @@ def test_a_start_that_fails_with_workers_is_one_line_and_code_1(short_path: Path
 
 
 async def test_a_port_that_somebody_else_took_during_the_start_is_one_line_and_code_1(short_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = unused_port()
     with running(short_path, "serve", "--port", str(port), "--api-workers", "2") as command:
-        await until(lambda: len(command.children()) == 5)
+        await until(lambda: command.children() != [])
+        first = command.children()[0]
+        os.kill(first, signal.SIGSTOP)  # so that nobody listens yet, however late this process is
         with socket.create_server(("127.0.0.1", port)):
+            os.kill(first, signal.SIGCONT)
             code, out, err = command.finish()
     assert (code, out) == (1, "")
     assert err.splitlines()[-1] == f"asyncengine: cannot listen on 127.0.0.1:{port}: the port is already in use"

@@ -154,8 +154,8 @@ async def test_leaving_early_aborts_the_request_wherever_it_is(engine: AsyncEngi
         task.cancel()
     assert all(isinstance(it, asyncio.CancelledError) for it in await asyncio.gather(*waiting, return_exceptions=True))
     await until(lambda: engine.gauges()["open_streams"] == 0 and is_idle(engine))
-    await asyncio.sleep(0.3)  # one more heartbeat: nothing comes back to life
-    assert is_idle(engine)
+    await asyncio.sleep(0.3)  # one more heartbeat: nothing comes back to life, where it would run for ever
+    await until(lambda: is_idle(engine))
     assert engine._requests.count == 0
     assert [worker.unacked_bytes for worker in engine._tokenizers] == [0, 0]
 

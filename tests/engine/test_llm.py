@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chaos.processes import children_of
 from support.command_line import all_gone
 from support.python_path import PYTHON_PATH
 
@@ -270,11 +271,6 @@ llm = LLM(modules={"gpu_runner": "support.scripted_runner"}, device="cpu")
 print("started", flush=True)
 llm.generate([[7]] * 30, SamplingParams(max_tokens=1900, ignore_eos=True), use_tqdm=False)
 """
-
-
-def children_of(pid: int) -> list[int]:
-    lists = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for children in lists for child in children.read_text().split()]
 
 
 @pytest.mark.parametrize("stage", ["starting", "started"])

@@ -102,7 +102,7 @@ async def test_every_sidecar_that_is_killed_is_replaced_and_the_engine_hears_of_
     heard = Heard()
     model = ResolvedModel(Path("model"), "model")
     async with started(heard, EngineConfig(tokenizer_workers=2, max_crashes=9)) as supervisor:
-        assert supervisor.health() == Health(state="ready")
+        await until(lambda: supervisor.health() == Health(state="ready"))
         for name, role, index in (
             ("gpu_runner", "gpu_runner", 0),
             ("tokenizer_proc 1", "tokenizer_proc", 1),
@@ -250,7 +250,8 @@ async def test_the_status_of_api_workers_tells_of_successors_their_own_among_the
     group = WorkerGroup(EngineConfig(), bind("127.0.0.1", 0), workers=1, modules=MODULES)
 
     def statuses() -> list[list[object]]:
-        return [json.loads(line) for line in (orders.path / "statuses").read_bytes().splitlines()]
+        path = orders.path / "statuses"  # made after the worker has said that it is ready
+        return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
     try:
         await group.start()

@@ -7,11 +7,11 @@ on somebody asks whether it is ready.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +30,7 @@ from chaos.processes import SIDECARS, family
 from support.byte_tokenizer import EOS, byte_tokenizer
 from support.python_path import PYTHON_PATH
 from support.random_model import write_config
+from support.unused_port import unused_port
 
 from asyncengine.api_keys import API_KEY_VARIABLE
 
@@ -113,9 +114,7 @@ async def started(folder: Path, model: Path) -> AsyncIterator[Guarded]:
     (folder / "t").mkdir()
     keys = folder / "keys"
     keys.write_text(f"another-key-1\n{FILE_KEY}\n")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = unused_port()
     options = {
         "port": port, "device": "cpu", "load-format": "dummy", "api-workers": 2, "api-key-file": keys,
         "max-num-seqs": ROWS, "max-queued-requests": MAX_QUEUED, "kv-cache-tokens": 4096, "max-crashes": 9,
@@ -184,7 +183,8 @@ def it_listens_on_its_port_only(server: Guarded) -> None:
     inodes = set()
     for pid in server.pids():
         for fd in Path(f"/proc/{pid}/fd").iterdir():
-            inodes.add(os.readlink(fd).removeprefix("socket:[").removesuffix("]"))
+            with contextlib.suppress(FileNotFoundError):  # it was closed just now, which no socket that listens is
+                inodes.add(os.readlink(fd).removeprefix("socket:[").removesuffix("]"))
     listening, others = set(), []
     for name in ("tcp", "tcp6", "udp", "udp6", "raw", "raw6"):
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.eventually import PATIENCE_SECONDS
 from support.python_path import PYTHON_PATH
 
-from asyncengine import AsyncEngine, EngineConfig
+from asyncengine import AsyncEngine, EngineConfig, InvalidRequestError, SamplingParams, collect
 from asyncengine.api.app import bound_port, run_app
 from asyncengine.api_keys import digest_of
 from asyncengine.config import PAGE_SIZE, ApiKey
@@ -122,8 +122,8 @@ async def test_retracted_rows_whose_pages_come_back_from_host_memory_answer_as_t
     busy = await asyncio.gather(*(answer(number, "together") for number in range(4)))  # five pages each in the end
     for name in (PREEMPTED, STORED, LOADED):
         await server.at_least(name, 1)
-    for number in (2, 3):  # a greedy one and a seeded one; the newest are retracted
-        alone = await answer(number, "alone")
+    # a greedy one and a seeded one, which fit side by side; the newest were retracted
+    for number, alone in zip((2, 3), await asyncio.gather(answer(2, "alone"), answer(3, "alone")), strict=True):
         assert alone.details["cached_tokens"] == 0
         assert (busy[number].text, busy[number].ids) == (alone.text, alone.ids)
         assert len(alone.ids) == 52
@@ -181,6 +181,14 @@ async def test_when_the_gpu_process_was_killed_no_session_is_known_and_answers_a
     assert again.logprobs == pytest.approx(first.logprobs, abs=TOLERANCE)
     known = await server.ask(again.history, 1, **turn)
     assert known.details["session_tokens"] == 108
+
+
+async def test_a_request_larger_than_the_kv_cache_is_refused_at_once_and_blocks_nobody(server: Server) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        await collect(server.engine.generate([5] * (CACHE_TOKENS + 1), SamplingParams(max_tokens=1)))
+    assert str(CACHE_TOKENS + 1) in refused.value.message
+    assert str(CACHE_TOKENS) in refused.value.message
+    assert len((await server.ask([5] * (CACHE_TOKENS - 10), 3)).ids) == 3
 
 
 async def test_more_host_memory_than_the_machine_has_is_refused_in_one_line() -> None:

@@ -191,30 +191,30 @@ def adjusted(logits: Tensor, prompt: list[int], output: list[int], asked: dict[s
     return logits
 
 
-@pytest.mark.parametrize(
-    ("text", "asked"),
-    [
-        (STORY, {"repetition_penalty": 1.3}),
-        (STORY, {"frequency_penalty": -1.0, "presence_penalty": 2.0}),
-        (REPEATING, {"repetition_penalty": 0.8}),
-        (REPEATING, {"presence_penalty": 1.5}),
-        (REPEATING, {"frequency_penalty": 1.0}),
-        (
-            REPEATING,
-            {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {"260": 3}},
-        ),
-    ],
-    ids=str,
-)
-async def test_each_greedy_token_is_the_likeliest_by_the_adjusted_logits(
-    client: openai.AsyncOpenAI, text: str, asked: dict[str, Any]
-) -> None:
-    prompt = encode(text)
-    output = ids_of(await complete(client, prompt, max_tokens=12, ignore_eos=True, **asked))
-    assert len(output) == 12
-    for position, logits in enumerate(logits_of(prompt, output)):
-        expected = adjusted(logits, prompt, output[:position], asked)
-        assert expected[output[position]] >= expected.max() - TOLERANCE, position
+ADJUSTED: list[tuple[str, dict[str, Any]]] = [
+    (STORY, {"repetition_penalty": 1.3}),
+    (STORY, {"frequency_penalty": -1.0, "presence_penalty": 2.0}),
+    (REPEATING, {"repetition_penalty": 0.8}),
+    (REPEATING, {"presence_penalty": 1.5}),
+    (REPEATING, {"frequency_penalty": 1.0}),
+    (
+        REPEATING,
+        {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {"260": 3}},
+    ),
+]
+
+
+async def test_each_greedy_token_is_the_likeliest_by_the_adjusted_logits(client: openai.AsyncOpenAI) -> None:
+    async def ask(text: str, asked: dict[str, Any]) -> list[int]:
+        return ids_of(await complete(client, encode(text), max_tokens=12, ignore_eos=True, **asked))
+
+    outputs = await asyncio.gather(*(ask(text, asked) for text, asked in ADJUSTED))
+    for (text, asked), output in zip(ADJUSTED, outputs, strict=True):
+        assert len(output) == 12
+        prompt = encode(text)
+        for position, logits in enumerate(logits_of(prompt, output)):
+            expected = adjusted(logits, prompt, output[:position], asked)
+            assert expected[output[position]] >= expected.max() - TOLERANCE, (asked, position)
 
 
 async def test_each_choice_is_penalised_for_its_own_output(client: openai.AsyncOpenAI) -> None:

@@ -198,13 +198,17 @@ async def test_pydantic_ai_chats_and_streams(model: OpenAIChatModel) -> None:
 
 
 async def test_pydantic_ai_gets_objects_by_tools_and_by_json_schema_whole_and_streamed(model: OpenAIChatModel) -> None:
-    for kind in (Weather, NativeOutput(Weather, strict=True)):
-        agent = Agent(model, output_type=kind, retries=0)
-        whole = await agent.run(QUESTION)
+    async def streamed(agent: Agent[None, Weather]) -> Weather:
         async with agent.run_stream(QUESTION) as stream:
-            streamed = await stream.get_output()
+            return await stream.get_output()
+
+    async def ask(kind: Any) -> None:
+        agent: Agent[None, Weather] = Agent(model, output_type=kind, retries=0)
+        whole, again = await asyncio.gather(agent.run(QUESTION), streamed(agent))
         assert isinstance(whole.output, Weather)
-        assert streamed == whole.output
+        assert again == whole.output
+
+    await asyncio.gather(ask(Weather), ask(NativeOutput(Weather, strict=True)))
 
 
 # --------------------------------------------------------------------------------------------------------------- curl

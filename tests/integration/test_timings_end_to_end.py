@@ -1,4 +1,4 @@
-"""Where a request's time went, told by the real model on a CPU: chunks of prefill, preemptions, and their sum."""
+"""Where a request's time went, told by all processes of a small model: chunks of prefill, preemptions, their sum."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
+from support.babbling_model import write_babbling_model
 
 from asyncengine import AsyncEngine, EngineConfig
 from asyncengine.api.app import bound_port, run_app
@@ -24,8 +25,10 @@ BUDGET = 16
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def url() -> AsyncIterator[str]:
+async def url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
     config = EngineConfig(
+        model=write_babbling_model(tmp_path_factory.mktemp("model")),
+        load_format="dummy",
         device="cpu",
         kv_cache_tokens=CACHE_TOKENS,
         max_model_len=CACHE_TOKENS,

@@ -1,7 +1,10 @@
-"""Tool calls of the real SmolLM2 behind the real HTTP endpoint, asked for by the real `openai` client."""
+"""Tool calls behind the real HTTP endpoint, asked for by the real `openai` client.
+
+The model has no sense of its own (`support.babbling_model`); the real SmolLM2 calls tools in `test_real_clients.py`."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,13 +13,14 @@ from typing import Any
 import openai
 import pytest
 import pytest_asyncio
+from support.babbling_model import write_babbling_model
 
 from asyncengine import AsyncEngine, EngineConfig
 from asyncengine.api.app import bound_port, run_app
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
-MODEL = "SmolLM2-135M-Instruct"
+MODEL = "a-model"
 TEMPLATE = """
 {%- if tools %}{{ '<|im_start|>system\nCall a function as <tool_call>{"name": ..., "arguments": ...}</tool_call>:\n' }}
 {%- for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}
@@ -48,7 +52,13 @@ async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[open
     template: Path = tmp_path_factory.mktemp("template") / "template.jinja"
     template.write_text(TEMPLATE)
     config = EngineConfig(
-        device="cpu", kv_cache_tokens=8192, max_model_len=1024, max_num_seqs=8, chat_template=str(template)
+        model=write_babbling_model(template.parent),
+        load_format="dummy",
+        served_model_name=MODEL,
+        device="cpu",
+        kv_cache_tokens=16384,
+        max_num_seqs=8,
+        chat_template=str(template),
     )
     async with AsyncEngine.start(config) as engine:
         assert (engine.info.tool_call_format, engine.info.reasoning) == ("hermes", False)
@@ -73,58 +83,62 @@ def check(name: str, arguments: dict[str, Any]) -> None:
         assert -12 <= arguments["zone"] <= 12
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-async def test_a_required_call_keeps_to_the_schema_of_the_function_it_names(
-    client: openai.AsyncOpenAI, seed: int
-) -> None:
-    answer = await client.chat.completions.create(
-        model=MODEL,
-        messages=[USER],
-        tools=[WEATHER, TIME],
-        tool_choice="required",
-        parallel_tool_calls=False,
-        seed=seed,
-        max_tokens=300,
-    )
-    (choice,) = answer.choices
-    ((name, arguments),) = calls_of(choice.message)
-    check(name, arguments)
-    assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+async def test_a_required_call_keeps_to_the_schema_of_the_function_it_names(client: openai.AsyncOpenAI) -> None:
+    async def ask(seed: int) -> None:
+        answer = await client.chat.completions.create(
+            model=MODEL,
+            messages=[USER],
+            tools=[WEATHER, TIME],
+            tool_choice="required",
+            parallel_tool_calls=False,
+            seed=seed,
+            max_tokens=300,
+        )
+        (choice,) = answer.choices
+        ((name, arguments),) = calls_of(choice.message)
+        check(name, arguments)
+        assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+
+    await asyncio.gather(*(ask(seed) for seed in (1, 2, 3)))
 
 
-@pytest.mark.parametrize("named", ["weather", "time"])
-async def test_a_named_function_is_called_and_its_call_streams_as_it_is_answered(
-    client: openai.AsyncOpenAI, named: str
-) -> None:
-    asked: Any = {
-        "model": MODEL,
-        "messages": [USER],
-        "tools": [WEATHER, TIME],
-        "tool_choice": {"type": "function", "function": {"name": named}},
-        "temperature": 0,
-        "max_tokens": 300,
-    }
-    ((name, arguments),) = calls_of((await client.chat.completions.create(**asked)).choices[0].message)
-    assert name == named
-    check(name, arguments)
-    text, chunks, finish = "", 0, None
+async def test_a_named_function_is_called_and_its_call_streamed_is_the_same(client: openai.AsyncOpenAI) -> None:
+    async def ask(named: str) -> None:
+        asked: Any = {
+            "model": MODEL,
+            "messages": [USER],
+            "tools": [WEATHER, TIME],
+            "tool_choice": {"type": "function", "function": {"name": named}},
+            "temperature": 0,
+            "max_tokens": 300,
+        }
+        whole, (text, finish) = await asyncio.gather(client.chat.completions.create(**asked), streamed(client, asked))
+        ((name, arguments),) = calls_of(whole.choices[0].message)
+        assert name == named
+        check(name, arguments)
+        assert json.loads(text) == arguments
+        assert finish == "tool_calls"
+
+    await asyncio.gather(ask("weather"), ask("time"))
+
+
+async def streamed(client: openai.AsyncOpenAI, asked: Any) -> tuple[str, str | None]:
+    """The arguments of the one call of an answer, and why it ended."""
+    text, finish = "", None
     async for chunk in await client.chat.completions.create(**asked, stream=True):
         finish = chunk.choices[0].finish_reason
         for call in chunk.choices[0].delta.tool_calls or []:
             assert call.index == 0
             assert call.function is not None
             text += call.function.arguments or ""
-            chunks += 1
-    assert json.loads(text) == arguments
-    assert chunks > 2
-    assert finish == "tool_calls"
+    return text, finish
 
 
 async def test_an_answer_of_free_choice_keeps_to_strict_schemas_and_may_be_text(client: openai.AsyncOpenAI) -> None:
     strict = tool("weather", WEATHER["function"]["parameters"]["properties"], strict=True)
     begun: Any = {"role": "assistant", "content": "Of course."}
     answer = await client.chat.completions.create(
-        model=MODEL, messages=[USER, begun, USER], tools=[strict], n=4, seed=5, max_tokens=120
+        model=MODEL, messages=[USER, begun, USER], tools=[strict], n=4, seed=5, max_tokens=40
     )
     for choice in answer.choices:
         if choice.finish_reason == "tool_calls":

@@ -71,7 +71,7 @@ def check(step: AttentionStep, work: WorkList, scale: float, tiling: DecodeTilin
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(2, 2, 64), (4, 2, 128), (9, 3, 64), (4, 1, 128), (16, 2, 64)]
+    ("heads", "kv_heads", "head_dim"), [(2, 2, 64), (4, 2, 128), (6, 2, 64), (4, 1, 128), (8, 1, 64)]
 )
 def test_rows_at_page_and_tile_borders_equal_softmax(heads: int, kv_heads: int, head_dim: int) -> None:
     step = make_step(
@@ -85,12 +85,15 @@ def test_rows_at_page_and_tile_borders_equal_softmax(heads: int, kv_heads: int, 
 MIXED = [1, 513, 64, 130]
 
 
-@pytest.mark.parametrize(("block_tokens", "lens"), [(16, [700]), (16, MIXED), (64, MIXED), (128, MIXED)])
-def test_rows_in_many_ranges_are_merged(block_tokens: int, lens: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("block_tokens", "lens", "kv_heads"), [(16, [700], 1), (16, MIXED, 1), (64, MIXED, 2), (128, MIXED, 2)]
+)
+def test_rows_in_many_ranges_are_merged(block_tokens: int, lens: list[int], kv_heads: int) -> None:
     step = make_step(
-        decode_lens=lens, chunks=[], heads=6, kv_heads=2, head_dim=64, max_rows=5, dtype=DTYPE, device=DEVICE
-    )
-    work, scale = work_for(step, max_rows=5, target_programs=32)
+        decode_lens=lens, chunks=[], heads=3 * kv_heads, kv_heads=kv_heads, head_dim=64, max_rows=5, dtype=DTYPE,
+        device=DEVICE,
+    )  # fmt: skip
+    work, scale = work_for(step, max_rows=5, target_programs=16 * kv_heads)
     splits = work.items[: int(work.lengths[0]), 6]
     assert int(splits.max()) >= 8
     check(step, work, scale, DecodeTiling(block_tokens=block_tokens, num_warps=4, num_stages=2, prefetch_pages=64))
@@ -108,16 +111,16 @@ def test_a_list_serves_many_layers_one_after_the_other() -> None:
 
 @pytest.mark.parametrize("window", [1, 16, 50, 64, 200])
 def test_a_window_hides_all_earlier_keys(window: int) -> None:
+    lens = [1, 16, 17, 64, 65, 290]
     step = make_step(
-        decode_lens=[*BORDERS, 290], chunks=[], heads=4, kv_heads=2, head_dim=64, max_rows=12, dtype=DTYPE,
-        device=DEVICE,
-    )  # fmt: skip
-    for row, length in enumerate([*BORDERS, 290]):
+        decode_lens=lens, chunks=[], heads=4, kv_heads=2, head_dim=64, max_rows=7, dtype=DTYPE, device=DEVICE
+    )
+    for row, length in enumerate(lens):
         # Pages wholly before the window may belong to others by now.
         gone = max(0, length - window) // 16
         pages = step.page_table[int(step.row_slot[row]), :gone].to(torch.int64)
         step.kv_layer[:, pages] = torch.nan
-    work, scale = work_for(step, max_rows=12, window=window)
+    work, scale = work_for(step, max_rows=7, window=window)
     check(step, work, scale)
 
 

@@ -119,7 +119,7 @@ class Case:
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "normed"),
-    [(2, 2, 64, True), (4, 2, 128, False), (9, 3, 64, False), (4, 1, 128, True), (16, 2, 64, True), (5, 1, 32, True)],
+    [(2, 2, 64, True), (4, 2, 128, False), (6, 2, 64, False), (4, 1, 128, True), (8, 1, 64, True), (5, 1, 32, True)],
 )
 def test_rows_at_page_and_tile_borders_equal_the_parts(heads: int, kv_heads: int, head_dim: int, normed: bool) -> None:
     Case(
@@ -131,16 +131,16 @@ MIXED = [1, 513, 64, 130, 641, 65]
 
 
 @pytest.mark.parametrize(
-    ("tiling", "lens"),
+    ("tiling", "lens", "kv_heads"),
     [
-        (FusedTiling(16, 1), [700]),
-        (FusedTiling(16, 2), MIXED),
-        (FusedTiling(32, 1), MIXED),
-        (FusedTiling(32, 8), MIXED),
+        (FusedTiling(16, 1), [700], 1),
+        (FusedTiling(16, 2), MIXED, 1),
+        (FusedTiling(32, 1), MIXED, 1),
+        (FusedTiling(32, 8), MIXED, 2),
     ],
 )
-def test_rows_in_many_ranges_are_merged(tiling: FusedTiling, lens: list[int]) -> None:
-    case = Case(lens, heads=6, kv_heads=2, head_dim=64, max_rows=6, target_programs=32)
+def test_rows_in_many_ranges_are_merged(tiling: FusedTiling, lens: list[int], kv_heads: int) -> None:
+    case = Case(lens, heads=3 * kv_heads, kv_heads=kv_heads, head_dim=64, max_rows=6, target_programs=16 * kv_heads)
     items = case.work.items[: int(case.work.lengths[0])]
     assert int(items[:, 6].max()) >= 6
     if len(lens) > 1:
@@ -150,8 +150,8 @@ def test_rows_in_many_ranges_are_merged(tiling: FusedTiling, lens: list[int]) ->
 
 @pytest.mark.parametrize("window", [1, 16, 50, 64, 200])
 def test_a_window_hides_all_earlier_keys(window: int) -> None:
-    lens = [*BORDERS, 290]
-    case = Case(lens, heads=4, kv_heads=2, head_dim=64, max_rows=13, window=window)
+    lens = [1, 16, 17, 64, 65, 290]
+    case = Case(lens, heads=4, kv_heads=2, head_dim=64, max_rows=7, window=window)
     step = case.step
     for row, length in enumerate(lens):
         # Pages wholly before the window may belong to others by now.

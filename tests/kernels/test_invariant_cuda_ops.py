@@ -28,7 +28,7 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # The interpreter does not know bf16 products.
 DTYPES = [torch.bfloat16, torch.float16, torch.float32] if ON_GPU else [torch.float32]
 TOLERANCE = 1e-2 if ON_GPU else 1e-5
-NUM_TOKENS = (1, 3, 16, 17, 64, 200)
+NUM_TOKENS = (1, 3, 16, 17, 64, 130)
 N, K = 72, 136
 EPS = 1e-6
 

@@ -22,11 +22,11 @@ from gpu_runner.schedule.buckets import token_buckets
 from gpu_runner.schedule.tenants import OUTPUT_WEIGHT, Tenants
 
 OPERATIONS_PER_RUN = 1_000
-RUNS = 20
+RUNS = 12
 TENANTS, SESSIONS = ("", "a", "b"), ("1", "2", "3")
 CLASSES: tuple[ServiceClass, ...] = get_args(ServiceClass)
 RUNS_WITH_A_HOST_TIER = 8
-RUNS_WITH_DEAR_PROMPTS = 6
+RUNS_WITH_DEAR_PROMPTS = 4
 POLICIES: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
 
 

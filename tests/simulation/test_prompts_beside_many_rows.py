@@ -19,12 +19,12 @@ MODELS = Path(__file__).parents[2] / "scripts" / "step_models"
 TARGETS: Targets = {"interactive": Target(1000, 50), "background": Target(60_000, 500)}
 
 
-def streams(name: str, concurrency: int) -> dict[str, Any]:
+def streams(name: str, concurrency: int, *, requests: int = 1000) -> dict[str, Any]:
     file = read_step_model(MODELS / f"{name}.json")
     config = ReplicaConfig(
         kv_cache_tokens=file.kv_cache.tokens, max_model_len=8192, max_num_seqs=256, prefix_caching=False
     )
-    trace = load_trace("sharegpt", limit=1000)
+    trace = load_trace("sharegpt", limit=requests)
     run = simulate_closed_loop(trace, config, StepModel(file.coefficients), concurrency=concurrency)
     return run.figures(TARGETS)
 
@@ -43,7 +43,7 @@ def test_256_streams_get_more_tokens_a_second_for_20_ms_of_ttft(
 
 
 def test_32_streams_are_served_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = streams("h200-qwen3-0.6b-served", 32)
+    held = streams("h200-qwen3-0.6b-served", 32, requests=300)
     monkeypatch.setattr(prompt_batches, "MANY_ROWS", 1_000_000)
-    at_once = streams("h200-qwen3-0.6b-served", 32)
+    at_once = streams("h200-qwen3-0.6b-served", 32, requests=300)
     assert held | {"cpu_s": 0} == at_once | {"cpu_s": 0}
