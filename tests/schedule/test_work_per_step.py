@@ -51,7 +51,7 @@ def calls_of_steps(rows: int, *, waiting: int) -> int:
         # those that wait are of a tenant and class that nobody gives way to
         terms = Terms(tenant="a", service_class="background")
         if rid < rows:
-            terms = Terms(tenant="abcd"[rid % 4], service_class=("interactive", "background")[rid % 2])
+            terms = Terms(tenant="abcd"[rid % 4], service_class="background" if rid % 2 else "interactive")
         core.add(rid, np.full(8, rid % 50, np.int32), 200, ignore_eos=True, terms=terms, namespace=str(rid))
     while core.scheduler.num_running < rows or len(core.outputs) < rows:
         core.turn()
