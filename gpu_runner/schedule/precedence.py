@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from gpu_runner.schedule.ageing import MAX_OVERTAKES, MAX_OVERTAKES_OF_BACKGROUND
 from gpu_runner.schedule.plan import Int32
-from gpu_runner.schedule.queues import MAX_OVERTAKES
 from gpu_runner.schedule.request import Request
 from gpu_runner.schedule.running import Running
 from gpu_runner.schedule.slots import Slots
@@ -52,10 +52,10 @@ class Precedence:
         slots, served = self._slots, self._tenants.served
         other = slots.request[slot]
         assert other is not None
+        if request.background != other.background:
+            return other.background and other.overtaken < MAX_OVERTAKES_OF_BACKGROUND
         if other.overtaken >= MAX_OVERTAKES:
             return False
-        if request.background != other.background:
-            return other.background
         if request.account == other.account:
             return self._by_priority and request.priority < slots.priority[slot]
         had = int(slots.charged[slot] - slots.begun[slot])

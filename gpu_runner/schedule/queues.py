@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncengine.config import SchedulingPolicy, ServiceClass
+from gpu_runner.schedule.ageing import Ageing
 from gpu_runner.schedule.limits import Backlog
-from gpu_runner.schedule.orders import Lane, Order, by_arrival, by_length
+from gpu_runner.schedule.orders import Lane, Order, by_length
 from gpu_runner.schedule.request import Request
 from gpu_runner.schedule.tenants import Tenants
-
-MAX_OVERTAKES = 16
-"""Requests that may start before the oldest one that waits."""
 
 
 class WaitingQueue:
@@ -28,10 +25,12 @@ class WaitingQueue:
     What has run, a retracted request or one that came with output, goes before all that have not (of its tenant and its
     own priority). With fcfs and priority, prompts that begin like the last one that started come next; see `Lane`.
 
-    Whatever the order, nobody waits for ever: of `MAX_OVERTAKES + 1` requests that start, one is the oldest of those
-    that have not run. So a request before which `m` others came starts at the latest as number
-    `(m + 1) * (MAX_OVERTAKES + 1)`, however many come after it. And the oldest that has run and waits again starts
-    behind at most `MAX_OVERTAKES` that start for the first time.
+    Whatever the order, nobody waits for ever (`Ageing`): of `MAX_OVERTAKES + 1` requests of a class that start for the
+    first time, one is the oldest of those that have not run, and of `MAX_OVERTAKES_OF_BACKGROUND + 1` of any class one
+    is the background's. So a request before which `m` others of its class came starts at the latest as number
+    `(m + 1) * (MAX_OVERTAKES + 1)` of its class, and one of the background as number
+    `(m + 1) * (MAX_OVERTAKES_OF_BACKGROUND + 1)` of all, however many come after it. The oldest that has run and waits
+    again starts behind as many.
     """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
@@ -39,10 +38,6 @@ class WaitingQueue:
         self._policy = policy
         self._waiting: dict[int, Request] = {}
         self._classes = (_Class(self._waiting), _Class(self._waiting))
-        self._fresh: OrderedDict[int, Request] = OrderedDict()  # by arrival, which is the order they are pushed in
-        self._again = Order(by_arrival, self._waiting)  # those that have run
-        self._overtakes = 0  # requests that have started before the oldest that has not run
-        self._passes = 0  # and before the oldest that has run
         self.pushes = 0
 
     def __len__(self) -> int:
@@ -68,11 +63,9 @@ class WaitingQueue:
         if lane is None:
             lane = own_class.add(request.account, Lane(self._policy))
         lane.push(request)
+        own_class.ageing.push(request)
         if request.fresh:
-            self._fresh[request.rid] = request
             own_class.shortest.push(request)
-        else:
-            self._again.push(request)
 
     @property
     def num_tokens(self) -> int:
@@ -89,17 +82,11 @@ class WaitingQueue:
         wanted = self.wanted()
         if wanted is None:
             return None
-        if self._passes >= MAX_OVERTAKES:
-            again = self._again.first()
-            assert again is not None
-            again.aged = again.aged or again is not wanted
-            return again
-        if not wanted.fresh or self._overtakes < MAX_OVERTAKES:
+        due = self._due(wanted)
+        if due is None:
             return wanted
-        oldest = self._oldest()
-        assert oldest is not None
-        oldest.aged = oldest.aged or oldest is not wanted
-        return oldest
+        due.aged = due.aged or due is not wanted
+        return due
 
     def wanted(self) -> Request | None:
         """The first by class, tenant and policy alone."""
@@ -111,20 +98,18 @@ class WaitingQueue:
     def filler(self, head: Request) -> Request | None:
         """A request that may start though `head`, which lacks pages, cannot: the shortest of its class, if that is
         shorter, and none while `head` has been overtaken as often as it may, or has run before."""
-        if not head.fresh or self._overtakes >= MAX_OVERTAKES or self._passes >= MAX_OVERTAKES:
+        if not head.fresh or self._due(head) is not None:
             return None
         shortest = self._classes[head.background].shortest.first()
         return shortest if shortest is not None and shortest.prompt_len < head.prompt_len else None
 
     def take(self, request: Request, *, resumed: bool) -> None:
         """Take out a request that starts, for the first time or again."""
-        again = self._again.first()
-        if not resumed:
-            self._overtakes = 0 if request is self._oldest() else self._overtakes + 1
-            self._passes += again is not None
-        elif request is again:
-            self._passes = 0
-        self._classes[request.background].started(request)
+        own_class = self._classes[request.background]
+        own_class.ageing.started(request, resumed=resumed)
+        if not (resumed or request.background):
+            self._classes[True].ageing.passed()
+        own_class.started(request)
         self.tenants.started(request.account)
         self._forget(request)
 
@@ -136,33 +121,29 @@ class WaitingQueue:
         return request
 
     def check_integrity(self) -> None:
-        fresh = sorted(rid for rid, request in self._waiting.items() if request.fresh)
-        arrivals = [request.arrival for request in self._fresh.values()]
         lanes = [(place, account, lane) for place in (0, 1) for account, lane in self._classes[place].lanes.items()]
         for place, account, lane in lanes:
             assert all((each.background, each.account) == (place, account) for each in lane.waiting.values())
             assert lane.waiting, "a tenant that nothing waits of has no lane"
             lane.check_integrity()
         assert sorted(rid for _, _, lane in lanes for rid in lane.waiting) == sorted(self._waiting)
-        assert sorted(self._fresh) == sorted(rid for each in self._classes for rid in each.shortest.live()) == fresh
-        assert sorted([*fresh, *self._again.live()]) == sorted(self._waiting)
-        assert arrivals == sorted(arrivals)
-        assert self._overtakes <= MAX_OVERTAKES
-        assert self._passes <= (MAX_OVERTAKES if self._again.first() is not None else 0)
         for place, each in enumerate(self._classes):
-            own = [len(request.tokens) for request in self._waiting.values() if request.background == place]
-            assert (each.num_requests, each.num_tokens) == (len(own), sum(own))
+            own = [request for request in self._waiting.values() if request.background == place]
+            each.ageing.check_integrity(own)
+            assert each.shortest.live() == sorted(request.rid for request in own if request.fresh)
+            assert (each.num_requests, each.num_tokens) == (len(own), sum(len(request.tokens) for request in own))
 
-    def _oldest(self) -> Request | None:
-        """Of those that have not run."""
-        return next(iter(self._fresh.values()), None)
+    def _due(self, wanted: Request) -> Request | None:
+        """Whose turn has come by its age; among those that have not run only where `wanted` has not, either."""
+        interactive, background = (each.ageing for each in self._classes)
+        due = background.due_again or interactive.due_again
+        if due is None and wanted.fresh:
+            due = background.due or interactive.due
+        return due
 
     def _forget(self, request: Request) -> None:
         del self._waiting[request.rid]
-        self._fresh.pop(request.rid, None)
         self._classes[request.background].forget(request)
-        if self._again.first() is None:
-            self._passes = 0
 
 
 class _Class:
@@ -171,6 +152,7 @@ class _Class:
 
     def __init__(self, waiting: dict[int, Request]) -> None:
         self.lanes: dict[int, Lane] = {}
+        self.ageing = Ageing(waiting)
         self.shortest = Order(by_length, waiting)
         self.num_requests = 0
         self.num_tokens = 0
@@ -197,6 +179,7 @@ class _Class:
     def forget(self, request: Request) -> None:
         self.num_requests -= 1
         self.num_tokens -= len(request.tokens)
+        self.ageing.forget(request)
         lane = self.lanes[request.account]
         lane.forget(request)
         if not lane.waiting:

@@ -11,8 +11,9 @@ import pytest
 from asyncengine.config import SchedulingPolicy, ServiceClass
 from asyncengine.sampling import SamplingParams
 from asyncengine.terms import Terms
+from gpu_runner.schedule.ageing import MAX_OVERTAKES, MAX_OVERTAKES_OF_BACKGROUND
 from gpu_runner.schedule.orders import FAMILY_TOKENS, MAX_FAMILY_RUN
-from gpu_runner.schedule.queues import MAX_OVERTAKES, WaitingQueue
+from gpu_runner.schedule.queues import WaitingQueue
 from gpu_runner.schedule.request import Request
 
 POLICIES: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
@@ -86,9 +87,9 @@ def test_a_stream_of_interactive_requests_lets_the_oldest_of_the_background_thro
         queue.push(request(rid, "b"))
 
     one_more(request(-1))
-    order = starts(queue, before=one_more, most=3 * MAX_OVERTAKES)
-    assert order.index(0) == MAX_OVERTAKES
-    assert order.index(1) == 2 * MAX_OVERTAKES + 1
+    order = starts(queue, before=one_more, most=3 * MAX_OVERTAKES_OF_BACKGROUND)
+    assert order.index(0) == MAX_OVERTAKES_OF_BACKGROUND
+    assert order.index(1) == 2 * MAX_OVERTAKES_OF_BACKGROUND + 1
 
 
 def test_what_was_retracted_starts_again_though_others_of_a_better_class_never_end() -> None:
@@ -101,7 +102,21 @@ def test_what_was_retracted_starts_again_though_others_of_a_better_class_never_e
         queue.push(request(rid))
 
     one_more(request(-1))
-    assert starts(queue, before=one_more, most=30).index(0) == MAX_OVERTAKES
+    assert starts(queue, before=one_more, most=100).index(0) == MAX_OVERTAKES_OF_BACKGROUND
+
+
+def test_older_requests_of_the_background_do_not_make_an_interactive_one_wait_for_their_turns() -> None:
+    behind = [request(rid, service_class="background") for rid in range(100)]
+    queue = queue_of(*behind, request(100, length=99), policy="shortest")
+    rid = 100
+
+    def one_more(_: Request) -> None:
+        nonlocal rid
+        rid += 1
+        queue.push(request(rid, length=1))
+
+    one_more(request(-1))
+    assert starts(queue, before=one_more, most=50).index(100) == MAX_OVERTAKES
 
 
 def test_the_tenant_that_was_served_least_is_next() -> None:
@@ -133,22 +148,31 @@ def test_what_has_run_goes_first_within_its_tenant() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_oldest_is_among_so_many_starts_whatever_comes(seed: int) -> None:
+def test_the_oldest_of_each_class_is_among_so_many_starts_whatever_comes(seed: int) -> None:
     rng = np.random.default_rng(seed)
     queue = queue_of(policy=POLICIES[seed % 4])
-    rid, since_oldest = 0, 0
-    for _ in range(2000):
+    rid = 0
+    # starts since one of the class was its oldest: of the same class, and interactive ones before the background
+    own, interactive = [0, 0], 0
+    most = [0, 0, 0]
+    for turn in range(4000):
+        share = (0.3, 0.02)[turn // 500 % 2]
         for _ in range(int(rng.integers(3)) if len(queue) < 60 else 0):
-            class_ = get_args(ServiceClass)[int(rng.random() < 0.3)]
+            class_ = get_args(ServiceClass)[int(rng.random() < share)]
             begins = int(rng.integers(3))
             tenant = "abc"[min(2, int(rng.exponential(0.7)))]
             priority = int(rng.integers(3))
             queue.push(request(rid, tenant, service_class=class_, length=70, begins=begins, priority=priority))
             rid += 1
-        oldest = min((each.rid for each in queue), default=-1)
+        waiting = {each.rid: each.background for each in queue}
+        oldest = [min((each for each in waiting if waiting[each] == behind), default=-1) for behind in (False, True)]
         for started in starts(queue, most=1):
-            since_oldest = 0 if started == oldest else since_oldest + 1
-            assert since_oldest <= MAX_OVERTAKES
+            behind = waiting[started]
+            own[behind] = 0 if started == oldest[behind] else own[behind] + 1
+            interactive = 0 if oldest[True] in (-1, started) else interactive + (not behind)
+            most = [max(pair) for pair in zip(most, [*own, interactive], strict=True)]
+    assert max(most[:2]) <= MAX_OVERTAKES
+    assert MAX_OVERTAKES < most[2] <= MAX_OVERTAKES_OF_BACKGROUND
 
 
 # ------------------------------------------------------------------------------------------------- equal beginnings

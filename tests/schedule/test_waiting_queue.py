@@ -12,13 +12,15 @@ from support.engine_core import EngineCore
 
 from asyncengine.config import SchedulingPolicy
 from asyncengine.sampling import SamplingParams
-from gpu_runner.schedule.queues import MAX_OVERTAKES, WaitingQueue
+from asyncengine.terms import Terms
+from gpu_runner.schedule.ageing import MAX_OVERTAKES, MAX_OVERTAKES_OF_BACKGROUND
+from gpu_runner.schedule.queues import WaitingQueue
 from gpu_runner.schedule.request import Request
 
 POLICIES: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
 
 
-def request(rid: int, length: int, priority: int = 0) -> Request:
+def request(rid: int, length: int, priority: int = 0, *, background: bool = False) -> Request:
     return Request(
         rid=rid,
         tokens=np.zeros(length, np.int32),
@@ -29,6 +31,7 @@ def request(rid: int, length: int, priority: int = 0) -> Request:
         detok=b"",
         namespace="",
         arrival=rid,
+        terms=Terms(service_class="background" if background else "interactive"),
     )
 
 
@@ -55,10 +58,10 @@ def test_what_the_policy_likes_least_is_overtaken_so_often_and_no_more(policy, u
 
 OPERATIONS = st.lists(
     st.one_of(
-        st.tuples(st.just("push"), st.integers(1, 5000), st.integers(-3, 3)),
+        st.tuples(st.sampled_from(["push", "push behind"]), st.integers(1, 5000), st.integers(-3, 3)),
         st.tuples(st.sampled_from(["start", "fill", "remove", "retract"]), st.integers(0, 10**6), st.just(0)),
     ),
-    max_size=200,
+    max_size=300,
 )
 
 
@@ -67,33 +70,45 @@ OPERATIONS = st.lists(
 def test_a_request_starts_within_the_bound_whatever_happens(
     policy: SchedulingPolicy, operations: list[tuple[str, int, int]]
 ) -> None:
+    """Of those that start for the first time an interactive one is at the latest number (older + 1) * 17 of its class,
+    one of the background number (older + 1) * 65 of all and (older + 1) * 17 of its class. older: those of its class
+    that came before it and wait."""
     queue = WaitingQueue(policy)
-    older: dict[int, int] = {}  # of each request that has not run: how many came before it and wait
-    starts_seen: dict[int, int] = {}
+    older: dict[int, int] = {}
+    starts_seen: dict[int, list[int]] = {}  # of each that has not run: interactive ones, and of the background
+    waiting: tuple[dict[int, Request], dict[int, Request]] = {}, {}  # that have not run, of each class
     running: list[Request] = []
     arrivals = 0
 
     def start(chosen: Request) -> None:
-        resumed = chosen.slot >= 0
+        resumed, behind = chosen.slot >= 0, chosen.background
         queue.take(chosen, resumed=resumed)
         running.append(chosen)
         if not resumed:
             chosen.slot = chosen.rid
-            for rid in starts_seen:
-                starts_seen[rid] += 1
-            assert starts_seen.pop(chosen.rid) <= (older.pop(chosen.rid) + 1) * (MAX_OVERTAKES + 1)
+            for seen in starts_seen.values():
+                seen[behind] += 1
+            turns, seen = older.pop(chosen.rid) + 1, starts_seen.pop(chosen.rid)
+            del waiting[behind][chosen.rid]
+            assert seen[behind] <= turns * (MAX_OVERTAKES + 1)
+            assert not behind or sum(seen) <= turns * (MAX_OVERTAKES_OF_BACKGROUND + 1)
 
     for kind, number, priority in operations:
-        if kind == "push":
-            older[arrivals], starts_seen[arrivals] = len(older), 0
-            queue.push(request(arrivals, number, priority))
+        if kind.startswith("push"):
+            new = request(arrivals, number, priority, background=kind == "push behind")
+            older[arrivals], starts_seen[arrivals] = len(waiting[new.background]), [0, 0]
+            waiting[new.background][arrivals] = new
+            queue.push(new)
             arrivals += 1
         elif kind in ("start", "fill") and (head := queue.head()) is not None:
             start((queue.filler(head) or head) if kind == "fill" else head)
         elif kind == "remove" and arrivals:
-            queue.remove(number % arrivals)
-            older.pop(number % arrivals, None)
-            starts_seen.pop(number % arrivals, None)
+            rid = number % arrivals
+            queue.remove(rid)
+            older.pop(rid, None)
+            starts_seen.pop(rid, None)
+            for each in waiting:
+                each.pop(rid, None)
         elif kind == "retract" and running:
             queue.push(running.pop(number % len(running)))
         queue.check_integrity()

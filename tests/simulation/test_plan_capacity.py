@@ -159,6 +159,16 @@ def test_a_reactive_fleet_takes_fewer_gpu_hours_than_the_most_that_it_may_have(t
     assert {moment["coming"] for moment in content["moments"]} != {0}
 
 
+def test_a_fleet_may_have_thousands_of_replicas(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    arguments = [str(SAMPLE), "--requests", "20", "--scale-traffic", "2500", "--length-scale", "0.1", "--sample", "2"]
+    assert plan_capacity.main([*arguments, "--replicas", "2000", "--max-model-len", "8192", "--json", str(out)]) == 0
+    (figures,) = json.loads(out.read_text())["tried"]
+    assert (figures["most"], figures["requests"]) == (2000, 50_000)
+    assert figures["gpu_hours"] == pytest.approx(2000 * figures["seconds"] / 3600)
+    assert figures["sample"]["good_share"] == 1.0
+
+
 def test_the_command_says_when_no_fleet_meets_the_targets(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(SAMPLE), "--requests", "20", "--length-scale", "0.1", "--max-model-len", "8192"]
     arguments += ["--ttft-p99-ms", "0.001"]

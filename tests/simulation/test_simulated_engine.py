@@ -16,7 +16,7 @@ from simulation.traces import TraceRequest, load_trace, scaled
 from support.step_models import one_us_a_token
 
 from asyncengine.config import SchedulingPolicy
-from gpu_runner.schedule.queues import MAX_OVERTAKES
+from gpu_runner.schedule.ageing import MAX_OVERTAKES
 
 SAMPLE = Path(__file__).parents[1] / "chaos" / "data" / "azure_conversation.csv"
 US = 1000
