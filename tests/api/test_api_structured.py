@@ -79,7 +79,7 @@ async def test_a_structure_reaches_the_engine(
         (outputs(choice=["a"] * 5000), "structured_outputs.choice"),
         (outputs(choice=["x" * 1000] * 100), "structured_outputs.choice"),
         (outputs(grammar=""), "structured_outputs.grammar"),
-        (outputs(structural_tag="x"), "structured_outputs"),
+        (outputs(structural_tag="x"), "structured_outputs.structural_tag"),
         (outputs(regex="a", choice=["a"]), "structured_outputs"),
         (outputs(regex="a") | {"response_format": {"type": "json_object"}}, "structured_outputs"),
         (outputs(regex="a") | {"ignore_eos": True}, "ignore_eos"),

@@ -195,7 +195,7 @@ def test_connections_are_not_limited_to_the_shells_number_of_open_files(short_pa
     [
         (["--temperature", "9"], "temperature must be from 0 to 2, got 9.0"),
         (["--max-tokens", "0"], "a chat's max_tokens must be at least 1, got 0"),
-        (["--url", "garbage"], "there is no usable server at garbage: no answer from garbage: "),
+        (["--url", "garbage"], "base_url must begin with http:// or https://, got 'garbage'"),
     ],
 )
 def test_a_chat_with_a_wrong_option_is_one_line_and_code_1(short_path: Path, args: list[str], sentence: str) -> None:
