@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from support.eventually import eventually
-from support.poisoned_runner import EXCEPTION, LATE, LATE_POSITION, SEGFAULT
+from support.poisoned_runner import EXCEPTION, LATE, LATE_POSITION, LEAK, SEGFAULT
 from support.python_path import PYTHON_PATH
 
 from asyncengine import AsyncEngine, EngineConfig, SamplingParams
@@ -109,6 +109,19 @@ async def test_exactly_the_requests_that_crash_it_end(
     await eventually(lambda: engine.gauges()["running"] == 0)
     engine._requests.check_integrity()
     assert engine._requests.count == 0
+
+
+async def test_a_page_that_the_cache_lost_is_found_and_the_same_process_serves_on(
+    engine: AsyncEngine, in_peace: list[Answer]
+) -> None:
+    pid = engine._supervisor.pids()["gpu_runner"]
+    end, ids = await poisoned(engine, [5, LEAK], SamplingParams(max_tokens=2))
+    assert (end, len(ids)) == ("answered", 2)
+    await eventually(lambda: engine.gauges()["cache_repairs"] == 1)
+    gauges = engine.gauges()
+    assert gauges["free_pages"] + gauges["cached_pages"] == gauges["total_pages"]
+    assert await Load(engine).answers == in_peace
+    assert engine._supervisor.pids()["gpu_runner"] == pid
 
 
 async def test_losses_from_outside_convict_nobody_and_are_counted() -> None:

@@ -1,4 +1,5 @@
-"""The real gpu_runner on a device that computes nothing (`paged_model`) and cannot bear some tokens."""
+"""The real gpu_runner on a device that computes nothing (`paged_model`) and cannot bear some tokens; with one more, its
+cache loses a page."""
 
 from __future__ import annotations
 
@@ -16,11 +17,14 @@ from asyncengine.config import PAGE_SIZE
 from asyncengine.wire.reports import RunnerInfo
 from asyncengine.wire.sidecar import run_sidecar
 from gpu_runner import __main__ as runner
-from gpu_runner.schedule.plan import StepPlan, StepResult
+from gpu_runner.schedule import scheduler
+from gpu_runner.schedule.plan import Int32, StepPlan, StepResult
+from gpu_runner.schedule.scheduler import Scheduler
 
 SEGFAULT, EXCEPTION, LATE = 40_001, 40_002, 40_003
 """Tokens: the first two crash the step that has them, the last one its row as that reaches `LATE_POSITION`."""
 LATE_POSITION = 50
+LEAK = 40_004
 OUTPUT_IDS = 1000
 NUM_PAGES, CONTEXT = 1025, 2048
 STEP_SECONDS = 0.004
@@ -66,6 +70,13 @@ class PoisonedModel(PagedModel):
         pass
 
 
+class LeakingScheduler(Scheduler):
+    def add(self, *, prompt: Int32, **rest: Any) -> None:
+        if LEAK in prompt:
+            self.rows.pool.allocate(1)
+        super().add(prompt=prompt, **rest)
+
+
 def build_executor(config: Any, model_path: str, progress: Any, *, num_slots: int) -> PoisonedModel:
     return PoisonedModel(num_slots=num_slots, num_pages=NUM_PAGES, max_model_len=CONTEXT, vocab_size=OUTPUT_IDS)
 
@@ -74,4 +85,5 @@ if __name__ == "__main__":
     build = ModuleType("gpu_runner.device.build")
     build.build_executor = build_executor  # type: ignore[attr-defined]
     sys.modules[build.__name__] = build  # in place of the one that takes seconds to import torch
+    scheduler.Scheduler = LeakingScheduler  # type: ignore[misc]
     run_sidecar("gpu_runner", runner.serve)
