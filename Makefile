@@ -136,4 +136,4 @@ try-chromium:
 
 clean:
 	rm -rf $(VENV) $(TOKENIZERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find asyncengine tokenizer_proc detokenizer_proc grammar_proc gpu_runner tests scripts -name __pycache__ -prune -exec rm -rf {} +
+	find asyncengine tokenizer_proc detokenizer_proc gpu_runner tests scripts -name __pycache__ -prune -exec rm -rf {} +
