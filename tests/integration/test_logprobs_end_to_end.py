@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import sys
 from collections.abc import AsyncIterator
 from functools import cache
-from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -359,30 +362,53 @@ async def test_an_echo_without_logprobs_computes_none(client: openai.AsyncOpenAI
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(encode(TALE)), 0)
 
 
-async def test_lm_evals_loglikelihood_request_gives_the_sum_of_transformers(client: openai.AsyncOpenAI) -> None:
-    """The body that its `local-completions` sends, and how it reads the answer."""
-    pairs = [("The capital of France is", " Paris"), ("The capital of France is", " London"), ("2 + 2 =", " 4")]
-    contexts, continuations = ([encode(text) for text in texts] for texts in zip(*pairs, strict=True))
-    prompts = [context + continuation for context, continuation in zip(contexts, continuations, strict=True)]
-    body = {"model": MODEL, "prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234}
-    url = f"{client.base_url}completions"
-    async with aiohttp.ClientSession() as session, session.post(url, json=body | {"echo": True}) as r:
-        assert r.status == 200
-        assert "x-ignored-fields" not in r.headers
-        answer = await r.json()
-    sums = []
-    for choice, context, prompt in zip(
-        sorted(answer["choices"], key=itemgetter("index")), contexts, prompts, strict=True
-    ):
-        values = choice["logprobs"]["token_logprobs"][len(context) : -1]
-        tops = choice["logprobs"]["top_logprobs"][len(context) : -1]
-        expected = expected_logprobs(prompt)[len(context) - 1 :]
-        own = expected.gather(1, torch.tensor(prompt[len(context) :])[:, None])[:, 0]
-        sums.append(sum(values))
-        assert sums[-1] == pytest.approx(float(own.sum()), abs=TOLERANCE)
-        is_greedy = all(value == max(top.values()) for value, top in zip(values, tops, strict=True))
-        assert is_greedy == bool((own == expected.amax(dim=1)).all())
-    assert sums[0] > sums[1]
+TASK = """\
+task: facts
+dataset_path: json
+dataset_kwargs: {data_files: {test: FOLDER/questions.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc}]
+"""
+QUESTIONS: list[dict[str, Any]] = [
+    {"question": "The capital of France is", "choices": ["London", "Paris", "a river"], "answer": 1},
+    {"question": "2 + 2 =", "choices": ["4", "five"], "answer": 0},
+    {"question": "The first month of the year is", "choices": ["January", "Sunday"], "answer": 1},
+]
+
+
+async def test_lm_eval_gets_the_log_likelihoods_of_transformers(client: openai.AsyncOpenAI, tmp_path: Path) -> None:
+    """Its `local-completions`, as its users call it, on a task of ours of which one answer is wrong."""
+    (tmp_path / "facts.yaml").write_text(TASK.replace("FOLDER", str(tmp_path)))
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
+    tokenizer().save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    model = f"model={MODEL},base_url={client.base_url}completions,tokenizer_backend=huggingface,tokenizer={tmp_path}"
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "lm_eval", "run", "--model", "local-completions", "--model_args", model),
+        *("--tasks", "facts", "--include_path", tmp_path, "--log_samples", "--output_path", tmp_path / "out"),
+        env=os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    said, _ = await process.communicate()
+    assert process.returncode == 0, said.decode()
+    (results,) = tmp_path.glob("out/*/results_*.json")
+    assert json.loads(results.read_text())["results"]["facts"]["acc,none"] == pytest.approx(2 / 3)
+    (samples,) = tmp_path.glob("out/*/samples_facts_*.jsonl")
+    for question, line in zip(QUESTIONS, samples.read_text().splitlines(), strict=True):
+        context = encode(question["question"])
+        for choice, (value, is_greedy) in zip(question["choices"], json.loads(line)["filtered_resps"], strict=True):
+            prompt = encode(f"{question['question']} {choice}")
+            assert prompt[: len(context)] == context
+            expected = expected_logprobs(prompt)[len(context) - 1 :]
+            own = expected.gather(1, torch.tensor(prompt[len(context) :])[:, None])[:, 0]
+            assert float(value) == pytest.approx(float(own.sum()), abs=TOLERANCE)
+            assert (is_greedy == "True") == bool((own == expected.amax(dim=1)).all())
 
 
 async def test_too_many_log_probabilities_of_a_prompt_are_refused_by_name(client: openai.AsyncOpenAI) -> None:
