@@ -7,7 +7,8 @@
 
 One that has come `PROVEN_TOKENS` further than it was, or has ended, is not the one. All others wait meanwhile, suspects
 or not: what crashes for the first time must not do so beside a request that would be blamed for it. For the same reason
-a trial begins only when whatever started before it has come as far.
+a trial begins only when whatever started before it has come as far; what came before it and has not started waits, too,
+or the trial, and all that comes behind it, would wait for the whole queue.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class Trials:
             return False
         if not self.busy:
             self._settles_at = self._scheduler.num_steps + PROVEN_TOKENS
+            self._scheduler.queue.withhold()
         self.busy = True
         if suspect:
             self._suspects.append(message)
@@ -97,6 +99,7 @@ class Trials:
                 self._on_trial = message
                 self._begin(message)
                 return
+        self._scheduler.queue.release()
         while self._others:
             self._begin(self._others.popleft())
         self._aborted.clear()

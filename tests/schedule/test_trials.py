@@ -128,6 +128,27 @@ def test_what_is_aborted_while_it_is_held_is_never_started() -> None:
     assert sorted(bench.core.finish) == [1, 4, 6]
 
 
+def test_a_trial_does_not_wait_for_what_waited_before_it_and_has_not_run() -> None:
+    bench = Bench(max_num_seqs=2)
+    scheduler = bench.core.scheduler
+    bench.send(message(1), message(2), *(message(rid) for rid in range(3, 8)))
+    bench.turn()
+    bench.send(message(8, suspect=True))
+    bench.abort(4)
+    assert scheduler.queue.backlog("interactive") == Backlog(4, 80)
+    assert scheduler.gauges()["waiting"] == 4
+    assert scheduler.rids() == {1, 2, 3, 5, 6, 7}
+    assert all(map(scheduler.knows, (1, 3, 7)))
+    assert not scheduler.knows(4)
+    while bench.trials.busy:
+        bench.turn()
+        scheduler.check_integrity()
+    assert [rid for rid, _ in bench.log] == [8]
+    assert not any(rid in bench.core.outputs for rid in (3, 5, 6, 7))
+    bench.run()
+    assert sorted(bench.core.finish) == [1, 2, 3, 5, 6, 7, 8]
+
+
 def test_what_nobody_waits_for_any_more_takes_no_room_from_others() -> None:
     bench = Bench()
     bench.send(message(1, suspect=True), message(3), message(4, n=3))
