@@ -29,11 +29,14 @@ T = TypeVar("T")
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One part of a message's content; only parts of type "text" are understood. id: the client's own."""
+    """One part of a message's content; only parts of type "text" are understood."""
 
     type: Annotated[str, Meta(max_length=64, extra_json_schema={"const": "text"})]
     text: str | None = None
     id: Name | None = None
+    index: ClientsOwn = UNSET
+    annotations: ClientsOwn = UNSET
+    extras: ClientsOwn = UNSET
     cache_control: ClientsOwn = UNSET
 
 
