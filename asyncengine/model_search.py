@@ -64,12 +64,15 @@ async def _exited(pid: int) -> None:
 def main() -> None:
     arm_life_line()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answer = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what the library prints is for people
     try:
         model = resolve_model(sys.argv[1])
         found = Found(str(model.path), model.served_name)
     except StartupError as error:
         found = Found(error=error.message)
-    sys.stdout.buffer.write(msgspec.json.encode(found))
+    answer.write(msgspec.json.encode(found))
+    answer.close()
 
 
 if __name__ == "__main__":

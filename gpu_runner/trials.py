@@ -7,20 +7,22 @@
 
 One that has come `PROVEN_TOKENS` further than it was, or has ended, is not the one. All others wait meanwhile, suspects
 or not: what crashes for the first time must not do so beside a request that would be blamed for it. For the same reason
-a trial begins only when whatever started before it has come as far.
+a trial begins only when whatever started before it has come as far; what came before it and has not started waits, too,
+or the trial, and all that comes behind it, would wait for the whole queue.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import get_args
 
 from asyncengine.config import ServiceClass
 from asyncengine.wire.requests import PROVEN_TOKENS, Generate
 from gpu_runner.schedule.limits import Backlog
 from gpu_runner.schedule.scheduler import Scheduler
 
-NOTHING = Backlog(0, 0)
+NOTHING_HELD: Mapping[ServiceClass, Backlog] = {name: Backlog(0, 0) for name in get_args(ServiceClass)}
 
 
 class Trials:
@@ -35,6 +37,8 @@ class Trials:
         self._start = start
         self._suspects: deque[Generate] = deque()
         self._others: deque[Generate] = deque()
+        self._waiting: dict[int, Generate] = {}  # by rid, choices of `_others` that somebody waits for
+        self._backlogs = dict(NOTHING_HELD)
         self._on_trial: Generate | None = None
         self._aborted: set[int] = set()
         self._settles_at = 0  # the step with which all that had started by then have come far enough
@@ -48,24 +52,32 @@ class Trials:
             return False
         if not self.busy:
             self._settles_at = self._scheduler.num_steps + PROVEN_TOKENS
+            self._scheduler.queue.withhold()
         self.busy = True
-        (self._suspects if suspect else self._others).append(message)
+        if suspect:
+            self._suspects.append(message)
+        else:
+            self._others.append(message)
+            for rid in message.rids:
+                if rid not in self._aborted and rid not in self._waiting:
+                    self._waiting[rid] = message
+                    self._count(message, 1)
         return True
 
     def abort(self, rid: int) -> None:
         """Nobody waits for this choice any more."""
         if self.busy:
             self._aborted.add(rid)
+            message = self._waiting.pop(rid, None)
+            if message is not None:
+                self._count(message, -1)
 
     def held_rids(self) -> set[int]:
         return {rid for message in (*self._suspects, *self._others) for rid in message.rids}
 
     def held(self, service_class: ServiceClass) -> Backlog:
-        """What of that class waits here and is no suspect."""
-        if not self.busy:
-            return NOTHING
-        sizes = [_size(message) for message in self._others if message.terms.service_class == service_class]
-        return Backlog(sum(size.requests for size in sizes), sum(size.tokens for size in sizes))
+        """What of that class waits here and is no suspect. Asked for each request that comes, however many are held."""
+        return self._backlogs[service_class]
 
     def go_on(self) -> None:
         """End a trial that was passed, and begin the next one, or let all go on that were held."""
@@ -87,9 +99,12 @@ class Trials:
                 self._on_trial = message
                 self._begin(message)
                 return
+        self._scheduler.queue.release()
         while self._others:
             self._begin(self._others.popleft())
         self._aborted.clear()
+        self._waiting.clear()
+        self._backlogs = dict(NOTHING_HELD)
         self.busy = False
 
     def _is_tried(self, rid: int) -> bool:
@@ -111,7 +126,7 @@ class Trials:
         for rid in aborted:
             self._scheduler.abort(rid)
 
-
-def _size(message: Generate) -> Backlog:
-    choices = len(message.rids)
-    return Backlog(choices, choices * len(message.ids) // 4)
+    def _count(self, message: Generate, choices: int) -> None:
+        held = self._backlogs[message.terms.service_class]
+        tokens = choices * (len(message.ids) // 4)
+        self._backlogs[message.terms.service_class] = Backlog(held.requests + choices, held.tokens + tokens)

@@ -1,8 +1,9 @@
 """The turns of a conversation as clients send them, and as the model's chat template gets them.
 
 An answer's message may come back as a client holds it: with what is null or empty in every answer of this server, with
-`index` as its chunks had it, and with what the client itself has made of it (`parsed`, `parsed_arguments`), which says
-nothing that is not in the text. Any other field is refused, for nobody would act on it.
+`index` as its chunks had it, with the reasoning under the name that other servers give it, and with what the client
+itself has made of it (`parsed`, `parsed_arguments`) or notes beside it, which says nothing that is not in the text.
+Whoever asks for a cache has one. Any other field is refused, for nobody would act on it.
 """
 
 from __future__ import annotations
@@ -22,16 +23,21 @@ MAX_ARGUMENTS_DEPTH = 32
 _FIELD_OF_A_PART = re.compile(r"(messages\[\d+\]\.content\[\d+\])\..*", re.DOTALL)
 
 Name = Annotated[str, Meta(max_length=512)]
+ClientsOwn = msgspec.Raw | UnsetType
+"""What clients put into what they send that changes nothing here, whatever it is."""
 T = TypeVar("T")
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One part of a message's content; only parts of type "text" are understood. id: the client's own."""
+    """One part of a message's content; only parts of type "text" are understood."""
 
     type: Annotated[str, Meta(max_length=64, extra_json_schema={"const": "text"})]
     text: str | None = None
     id: Name | None = None
-    cache_control: None = None
+    index: ClientsOwn = UNSET
+    annotations: ClientsOwn = UNSET
+    extras: ClientsOwn = UNSET
+    cache_control: ClientsOwn = UNSET
 
 
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,7 +45,7 @@ class CalledFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     name: str
     arguments: str | dict[str, Any] | None = None
-    parsed_arguments: msgspec.Raw | UnsetType = UNSET
+    parsed_arguments: ClientsOwn = UNSET
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,24 +54,28 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     id: Name | None = None
     type: Literal["function"] | None = None
     function: CalledFunction
-    index: msgspec.Raw | UnsetType = UNSET
+    index: ClientsOwn = UNSET
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One turn of a conversation."""
+    """One turn of a conversation. reasoning: another name of `reasoning_content`, which counts where both are there."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[ContentPart], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     name: Name | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOL_CALLS)] | None = None
     tool_call_id: Name | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
     annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
-    parsed: msgspec.Raw | UnsetType = UNSET
-    cache_control: None = None
+    parsed: ClientsOwn = UNSET
+    cache_control: ClientsOwn = UNSET
+    id: ClientsOwn = UNSET
+    metadata: ClientsOwn = UNSET
+    provider_specific_fields: ClientsOwn = UNSET
 
 
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -90,8 +100,8 @@ def template_message(message: Message, where: str) -> dict[str, object]:
     turn: dict[str, object] = {"role": role, "content": _text(message, where)}
     if message.name is not None:
         turn["name"] = message.name
-    if message.reasoning_content is not None:
-        turn["reasoning_content"] = message.reasoning_content
+    if (reasoning := _reasoning(message)) is not None:
+        turn["reasoning_content"] = reasoning
     if message.tool_calls is not None:
         turn["tool_calls"] = [
             _template_call(call, f"{where}.tool_calls[{place}]") for place, call in enumerate(message.tool_calls)
@@ -108,11 +118,15 @@ def _template_call(call: ToolCall, where: str) -> dict[str, object]:
     return {**turned, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
+def _reasoning(message: Message) -> str | None:
+    return message.reasoning if message.reasoning_content is None else message.reasoning_content
+
+
 def _text(message: Message, where: str) -> str:
     content = message.content
     if isinstance(content, str):
         return content
-    if content is None and message.role == "assistant" and message.tool_calls:
+    if content is None and message.role == "assistant" and (message.tool_calls or _reasoning(message)):
         return ""
     if not content:
         raise InvalidRequestError(

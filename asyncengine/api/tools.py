@@ -6,9 +6,10 @@ from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta
 
 from asyncengine.api.answer_grammar import AnswerGrammar, Function, Thinking
+from asyncengine.api.request_messages import ClientsOwn
 from asyncengine.config import ToolCallFormat
 from asyncengine.errors import InvalidRequestError
 from asyncengine.sampling import MAX_STRUCTURED_BYTES, Structured
@@ -34,7 +35,7 @@ class FunctionJson(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class ToolJson(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     type: Literal["function"]
     function: FunctionJson
-    cache_control: None = None
+    cache_control: ClientsOwn = UNSET
 
 
 class NamedFunctionJson(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

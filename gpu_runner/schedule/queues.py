@@ -37,6 +37,7 @@ class WaitingQueue:
         self.tenants = Tenants()
         self._policy = policy
         self._waiting: dict[int, Request] = {}
+        self.withheld: dict[int, Request] = {}  # by rid, what is set aside
         self._classes = (_Class(self._waiting), _Class(self._waiting))
         self.pushes = 0
 
@@ -73,9 +74,10 @@ class WaitingQueue:
         return sum(each.num_tokens for each in self._classes)
 
     def backlog(self, service_class: ServiceClass) -> Backlog:
-        """What waits of that class."""
+        """What waits of that class, set aside or not."""
         own_class = self._classes[service_class == "background"]
-        return Backlog(own_class.num_requests, own_class.num_tokens)
+        aside = own_class.aside
+        return Backlog(own_class.num_requests + aside.requests, own_class.num_tokens + aside.tokens)
 
     def head(self) -> Request | None:
         """The request that runs next; it stays in the queue."""
@@ -114,11 +116,24 @@ class WaitingQueue:
         self._forget(request)
 
     def remove(self, rid: int) -> Request | None:
-        """Take `rid` out wherever it stands; None if it does not wait."""
+        """Take `rid` out wherever it stands, or from what is set aside; None if it does not wait."""
         request = self._waiting.get(rid)
-        if request is not None:
-            self._forget(request)
+        if request is None:
+            return self._let_go(rid) if rid in self.withheld else None
+        self._forget(request)
         return request
+
+    def withhold(self) -> None:
+        """Set aside all that has not run here: until `release` nothing of it is next, nor found in here."""
+        for request in [each for each in self if each.slot < 0]:
+            self._forget(request)
+            self.withheld[request.rid] = request
+            self._classes[request.background].withheld(request, 1)
+
+    def release(self) -> None:
+        """What was set aside waits again."""
+        for rid in list(self.withheld):
+            self.push(self._let_go(rid))
 
     def check_integrity(self) -> None:
         lanes = [(place, account, lane) for place in (0, 1) for account, lane in self._classes[place].lanes.items()]
@@ -131,7 +146,15 @@ class WaitingQueue:
             own = [request for request in self._waiting.values() if request.background == place]
             each.ageing.check_integrity(own)
             assert each.shortest.live() == sorted(request.rid for request in own if request.fresh)
-            assert (each.num_requests, each.num_tokens) == (len(own), sum(len(request.tokens) for request in own))
+            aside = [request for request in self.withheld.values() if request.background == place]
+            for count, of in ((Backlog(each.num_requests, each.num_tokens), own), (each.aside, aside)):
+                assert count == Backlog(len(of), sum(len(request.tokens) for request in of))
+        assert self.withheld.keys().isdisjoint(self._waiting)
+
+    def _let_go(self, rid: int) -> Request:
+        request = self.withheld.pop(rid)
+        self._classes[request.background].withheld(request, -1)
+        return request
 
     def _due(self, wanted: Request) -> Request | None:
         """Whose turn has come by its age; among those that have not run only where `wanted` has not, either."""
@@ -156,6 +179,7 @@ class _Class:
         self.shortest = Order(by_length, waiting)
         self.num_requests = 0
         self.num_tokens = 0
+        self.aside = Backlog(0, 0)  # of what is set aside
         self._accounts: NDArray[np.intp] | None = None  # of `lanes`; None = to be made
 
     def add(self, account: int, lane: Lane) -> Lane:
@@ -175,6 +199,11 @@ class _Class:
         lane.started(request)
         if len(self.lanes) > 1:
             self.add(request.account, self.lanes.pop(request.account))
+
+    def withheld(self, request: Request, count: int) -> None:
+        """`count`: 1 when it is set aside, -1 when it is not any more."""
+        aside = self.aside
+        self.aside = Backlog(aside.requests + count, aside.tokens + count * len(request.tokens))
 
     def forget(self, request: Request) -> None:
         self.num_requests -= 1

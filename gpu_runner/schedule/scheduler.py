@@ -226,11 +226,11 @@ class Scheduler:
 
     def knows(self, rid: int) -> bool:
         """Whether it waits or runs."""
-        return rid in self.queue or rid in self.slots.slot_of
+        return rid in self.queue or rid in self.slots.slot_of or rid in self.queue.withheld
 
     def rids(self) -> set[int]:
         """Of all that waits or runs."""
-        return {request.rid for request in self.queue}.union(self.slots.slot_of)
+        return {request.rid for request in self.queue}.union(self.slots.slot_of, self.queue.withheld)
 
     def abort(self, rid: int) -> None:
         """End `rid` wherever it is; unknown rids (ended already, or not here yet) are ignored."""
@@ -396,7 +396,7 @@ class Scheduler:
         rows.sessions.expire()
         return {
             "running": self.num_running,
-            "waiting": len(self.queue),
+            "waiting": len(self.queue) + len(self.queue.withheld),
             "waiting_background": self.queue.backlog("background").requests,
             "waiting_for_pages": len(self.queue) if self._admission.lacks_pages else 0,
             "total_pages": rows.pool.num_pages - 1,
@@ -418,7 +418,7 @@ class Scheduler:
         self._running.check_integrity()
         assert self.num_running <= self._max_num_seqs
         holders = [request for request in slots.request if request is not None]
-        waiting = [request for request in self.queue if request.slot < 0]
+        waiting = [*self.queue.withheld.values(), *(request for request in self.queue if request.slot < 0)]
         self.queue.tenants.check_integrity(Counter(request.account for request in [*holders, *waiting]))
         assert all(request.preemptions <= MAX_PREEMPTIONS for request in holders)
         retracted = {request.slot for request in self.queue if request.slot >= 0}

@@ -108,11 +108,13 @@ MESSAGE_FIELDS: dict[str, Any] = {
     "content": [{"type": "text", "text": "other"}],
     "name": "me",
     "reasoning_content": "so",
+    "reasoning": "so",
     "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
     "tool_call_id": "1",
 }
-WITHOUT_NEWS = {"refusal", "audio", "function_call", "annotations", "cache_control", "parsed"}
-"""Null or empty, but for the last, which says again what the content does; see `test_nested_fields.py`."""
+NULL_OR_EMPTY = {"refusal", "audio", "function_call", "annotations"}
+WITHOUT_NEWS = NULL_OR_EMPTY | {"cache_control", "id", "metadata", "parsed", "provider_specific_fields"}
+"""See `test_nested_fields.py`."""
 
 
 @pytest.mark.parametrize("name", MESSAGE_FIELDS)

@@ -115,13 +115,19 @@ async def test_an_unknown_field_is_refused_by_its_place(
         ("messages[1]", "audio", None, [{"id": "a"}]),
         ("messages[1]", "function_call", None, [{"name": "f", "arguments": "{}"}]),
         ("messages[1]", "annotations", [], [[{}]]),
-        ("messages[1]", "cache_control", None, [{"type": "ephemeral"}]),
+        ("messages[1]", "cache_control", {"type": "ephemeral"}, []),
+        ("messages[1]", "id", 1947269257, []),
+        ("messages[1]", "metadata", {"trimmed_by": "a plugin"}, []),
+        ("messages[1]", "provider_specific_fields", {"refusal": None}, []),
         ("messages[1]", "parsed", {"a": [1]}, []),
         ("messages[0].content[0]", "id", "lc_1", [5]),
-        ("messages[0].content[0]", "cache_control", None, [{"type": "ephemeral"}]),
+        ("messages[0].content[0]", "index", "lc_txt_0", []),
+        ("messages[0].content[0]", "annotations", [{"type": "citation"}], []),
+        ("messages[0].content[0]", "extras", {"a": 1}, []),
+        ("messages[0].content[0]", "cache_control", {"type": "ephemeral", "ttl": "1h"}, []),
         ("messages[1].tool_calls[1]", "index", 1, []),
         ("messages[1].tool_calls[1].function", "parsed_arguments", {"a": 1}, []),
-        ("tools[0]", "cache_control", None, [{"type": "ephemeral"}]),
+        ("tools[0]", "cache_control", {"type": "ephemeral"}, []),
         ("stream_options", "include_obfuscation", False, [True]),
     ],
 )
@@ -138,6 +144,29 @@ async def test_what_clients_send_along_changes_nothing_or_is_refused(
         error = answer["error"]
         assert (status, error["param"]) == (400, f"{place}.{name}")
         assert error["code"] == "invalid_value" if name in ("id", "annotations") else "unsupported_parameter"
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"content": "", "reasoning_content": "Hm."},
+        {"content": None, "reasoning_content": "Hm."},
+        {"content": None, "reasoning": "Hm."},
+        {"content": None, "reasoning": "other", "reasoning_content": "Hm."},
+        {"content": "", "reasoning": "Hm.", "reasoning_content": None},
+    ],
+)
+async def test_an_answer_that_is_all_reasoning_goes_back_by_whatever_name(
+    server: Server, backend: FakeBackend, turn: dict[str, Any]
+) -> None:
+    user = {"role": "user", "content": "a"}
+    status, _ = await server.post(CHAT, {"messages": [user, {"role": "assistant", **turn}, user]})
+    assert status == 200
+    assert typing.cast("Any", backend.calls[0][0]).messages[1] == {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "Hm.",
+    }
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "thinking"])

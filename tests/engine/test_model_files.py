@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -104,6 +105,26 @@ async def test_a_download_runs_in_a_process_of_its_own(tmp_path: Path, monkeypat
     with pytest.raises(StartupError, match="org/other is not on this machine and Hugging Face cannot be reached"):
         await find_model("org/other")
     assert (await find_model(str(snapshot))).path == snapshot, "of what is here none is made"
+
+
+async def test_what_a_download_prints_does_not_get_into_its_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "huggingface_hub"
+    library.mkdir()
+    (library / "errors.py").write_text(
+        "class GatedRepoError(Exception): ...\n"
+        "class LocalEntryNotFoundError(Exception): ...\n"
+        "class RepositoryNotFoundError(Exception): ...\n"
+    )
+    (library / "__init__.py").write_text(
+        "def snapshot_download(*args, **options):\n"
+        "    print('downloading ' * 10_000)\n"  # more than a pipe holds
+        f"    return {str(tmp_path)!r}\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    async with asyncio.timeout(60):
+        assert await find_model("org/name") == model_files.ResolvedModel(tmp_path, "org/name")
 
 
 @pytest.fixture

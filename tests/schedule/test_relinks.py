@@ -17,7 +17,7 @@ from asyncengine.wire.pipes import Pipes, Receiver, make_run_dir
 from asyncengine.wire.requests import Abort, Generate, Relink, Resume, StopHit
 from gpu_runner.inbox import Inbox
 from gpu_runner.outbox import MAX_BACKLOG, Outbox
-from gpu_runner.schedule.limits import QueueLimits
+from gpu_runner.schedule.limits import Backlog, QueueLimits
 from gpu_runner.schedule.plan import Int32
 from gpu_runner.schedule.scheduler import Scheduler
 from gpu_runner.schedule.step_output import StepOutput, aborted_rows
@@ -221,3 +221,37 @@ def test_all_that_a_lost_api_worker_asked_for_ends_and_what_comes_of_it_later_is
     scheduler.check_integrity()
     gauges = scheduler.gauges()
     assert (gauges["running"], gauges["waiting"]) == (0, 0)
+
+
+def test_a_lost_api_workers_requests_end_wherever_a_trial_has_them_wait(pipes: Pipes) -> None:
+    ends = Ends(pipes)
+    inbox, scheduler = ends.inbox, ends.scheduler
+    lost, other = (ApiProcess(worker).first_rid for worker in (3, 4))
+
+    def hear(*messages: Any) -> None:
+        for message in messages:
+            ends.requests.send(message)
+        while messages[-1].rid not in scheduler.rids() | inbox._trials.held_rids():
+            assert inbox.wait(LONG_MS)
+            inbox.drain()
+
+    def generate(rid: int, *resume: Resume) -> Generate:
+        return Generate(rid, int32(1, 2, 3, 4).tobytes(), SamplingParams(), 5, b"", "", resume)
+
+    suspect = Resume(0, b"", 0, True)
+    hear(generate(lost), generate(other), generate(lost + 1, suspect), generate(other + 1, suspect))
+    hear(generate(lost + 2), generate(other + 2))
+    assert set(scheduler.queue.withheld) == {lost, other}
+    assert [request.rid for request in scheduler.queue] == [lost + 1], "it is on trial"
+    assert inbox._backlog("interactive") == Backlog(5, 20)
+    hear(Relink("api_worker", 3, 1), generate(other + 3))
+    assert [request.rid for request in scheduler.queue] == [other + 1]
+    assert scheduler.rids() == {other, other + 1}
+    assert inbox._backlog("interactive") == Backlog(4, 16)
+    scheduler.check_integrity()
+    ends.control.send(Abort(other + 1))
+    while inbox._trials.busy:
+        assert inbox.wait(LONG_MS)
+        inbox.drain()
+    assert [request.rid for request in scheduler.queue] == [other, other + 2, other + 3]
+    scheduler.check_integrity()

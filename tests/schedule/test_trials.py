@@ -128,6 +128,42 @@ def test_what_is_aborted_while_it_is_held_is_never_started() -> None:
     assert sorted(bench.core.finish) == [1, 4, 6]
 
 
+def test_a_trial_does_not_wait_for_what_waited_before_it_and_has_not_run() -> None:
+    bench = Bench(max_num_seqs=2)
+    scheduler = bench.core.scheduler
+    bench.send(message(1), message(2), *(message(rid) for rid in range(3, 8)))
+    bench.turn()
+    bench.send(message(8, suspect=True))
+    bench.abort(4)
+    assert scheduler.queue.backlog("interactive") == Backlog(4, 80)
+    assert scheduler.gauges()["waiting"] == 4
+    assert scheduler.rids() == {1, 2, 3, 5, 6, 7}
+    assert all(map(scheduler.knows, (1, 3, 7)))
+    assert not scheduler.knows(4)
+    while bench.trials.busy:
+        bench.turn()
+        scheduler.check_integrity()
+    assert [rid for rid, _ in bench.log] == [8]
+    assert not any(rid in bench.core.outputs for rid in (3, 5, 6, 7))
+    bench.run()
+    assert sorted(bench.core.finish) == [1, 2, 3, 5, 6, 7, 8]
+
+
+def test_what_nobody_waits_for_any_more_takes_no_room_from_others() -> None:
+    bench = Bench()
+    bench.send(message(1, suspect=True), message(3), message(4, n=3))
+    bench.abort(8)  # before its request is here
+    bench.send(message(8))
+    assert bench.trials.held("interactive") == Backlog(4, 80)
+    for rid in (3, 5, 3):
+        bench.abort(rid)
+    assert bench.trials.held("interactive") == Backlog(2, 40)
+    assert bench.trials.held("background") == Backlog(0, 0)
+    bench.run()
+    assert sorted(bench.core.finish) == [1, 4, 6]
+    assert bench.trials.held("interactive") == Backlog(0, 0)
+
+
 def test_the_choices_of_a_request_are_on_trial_together() -> None:
     bench = Bench(max_num_seqs=2)
     bench.send(message(10, n=3, suspect=True, max_tokens=30), message(20, suspect=True, max_tokens=30))
