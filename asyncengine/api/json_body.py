@@ -84,13 +84,13 @@ def _wrong_value(message: str, body: bytes) -> InvalidRequestError:
 
 def _shown_value(body: bytes, path: str) -> str:
     """The offending value, if it is a number or a literal: text may be long or private and is not repeated."""
-    value = value_at(body, path)
+    value = _value_at(body, path)
     if not isinstance(value, (int, float)) or (isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS):
         return ""
     return f" ({msgspec.json.encode(value).decode()})"
 
 
-def value_at(body: bytes, path: str) -> Any:
+def _value_at(body: bytes, path: str) -> Any:
     """What a body has at a place such as `messages[0].content`; None where that cannot be told."""
     try:
         value: Any = msgspec.json.decode(body)

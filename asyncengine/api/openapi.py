@@ -14,6 +14,7 @@ from asyncengine import __version__
 from asyncengine.api.endpoints import Endpoint, Header
 from asyncengine.api.errors import ErrorJson
 from asyncengine.api.request_body import json_response
+from asyncengine.api.unknown_fields import CONVERSATION
 
 DONE = "[DONE]"
 """Data of a stream's last event, which is no JSON."""
@@ -65,6 +66,8 @@ def _schemas(endpoints: Sequence[Endpoint]) -> tuple[dict[Any, Json], Json]:
             components[endpoint.body.__name__]["properties"] |= {
                 name: {"enum": [None, *values]} for name, values in endpoint.no_effect.items()
             }
+    for kind in CONVERSATION:
+        del components[kind.__name__]["additionalProperties"]
     return dict(zip(kinds, found, strict=True)), components
 
 

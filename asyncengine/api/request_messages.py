@@ -3,29 +3,25 @@
 An answer's message may come back as a client holds it: with what is null or empty in every answer of this server, with
 `index` as its chunks had it, with the reasoning under the name that other servers give it, and with what the client
 itself has made of it (`parsed`, `parsed_arguments`) or notes beside it, which says nothing that is not in the text.
-Whoever asks for a cache has one. Any other field is refused, for nobody would act on it.
+Whoever asks for a cache has one. Any other field is reported, for nobody acts on it.
 """
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from asyncengine.api.json_body import UNKNOWN_FIELD, decode_body, value_at
 from asyncengine.errors import InvalidRequestError
 
 MAX_MESSAGES = 4096
 MAX_TOOL_CALLS = 128
 MAX_ARGUMENTS_DEPTH = 32
-_FIELD_OF_A_PART = re.compile(r"(messages\[\d+\]\.content\[\d+\])\..*", re.DOTALL)
 
 Name = Annotated[str, Meta(max_length=512)]
 ClientsOwn = msgspec.Raw | UnsetType
 """What clients put into what they send that changes nothing here, whatever it is."""
-T = TypeVar("T")
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,18 +75,6 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
 
 
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
-
-
-def decode_with_messages(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    """As `decode_body`; what is wrong with a part that is no text is that, not the fields it has."""
-    try:
-        return decode_body(body, decoder)
-    except InvalidRequestError as error:
-        part = _FIELD_OF_A_PART.fullmatch(error.param or "")
-        kind = value_at(body, f"{part[1]}.type") if part and error.code == UNKNOWN_FIELD else "text"
-        if part and isinstance(kind, str) and kind != "text":
-            raise _unsupported(part[1], kind) from None
-        raise
 
 
 def template_message(message: Message, where: str) -> dict[str, object]:

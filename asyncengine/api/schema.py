@@ -8,9 +8,10 @@ import msgspec
 from msgspec import Meta
 
 from asyncengine.api.json_body import decode_body
-from asyncengine.api.request_messages import Messages, Name, decode_with_messages
+from asyncengine.api.request_messages import Messages, Name
 from asyncengine.api.structured import ResponseFormat, StructuredOutputs, structured_of
 from asyncengine.api.tools import ToolChoice, Tools
+from asyncengine.api.unknown_fields import decode_conversation
 from asyncengine.api.unsupported import NO_EFFECT_IN_CHAT, NO_EFFECT_IN_COMPLETIONS, ignored_fields
 from asyncengine.config import ServiceClass
 from asyncengine.errors import InvalidRequestError
@@ -234,12 +235,12 @@ def parse_completion(body: bytes) -> Parsed[CompletionRequest]:
 
 def parse_chat(body: bytes) -> Parsed[ChatRequest]:
     """Raises `InvalidRequestError`."""
-    request = decode_with_messages(body, _CHAT)
+    request, places = decode_conversation(body, _CHAT)
     _check_stream_options(request)
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequestError("top_logprobs is only allowed when logprobs is true", param="top_logprobs")
     given = decode_body(body, FIELDS)
-    return Parsed(request, ignored_fields(given, ChatRequest.__struct_fields__, NO_EFFECT_IN_CHAT))
+    return Parsed(request, ignored_fields(given, ChatRequest.__struct_fields__, NO_EFFECT_IN_CHAT) + places)
 
 
 def _check_stream_options(request: GenerationRequest) -> None:

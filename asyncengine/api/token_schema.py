@@ -6,9 +6,10 @@ import msgspec
 
 from asyncengine.api.json_body import decode_body
 from asyncengine.api.prompts import conversation
-from asyncengine.api.request_messages import Messages, Name, decode_with_messages
+from asyncengine.api.request_messages import Messages, Name
 from asyncengine.api.schema import FIELDS, Parsed, TemplateKwargs, TokenId
 from asyncengine.api.tools import Tools, template_tools
+from asyncengine.api.unknown_fields import decode_conversation
 from asyncengine.api.unsupported import NO_EFFECT_IN_TOKENIZE, ignored_fields
 from asyncengine.chat_prompt import ChatPrompt
 from asyncengine.errors import InvalidRequestError
@@ -74,9 +75,9 @@ _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 def parse_tokenize(body: bytes) -> Parsed[TokenizeRequest]:
     """Raises `InvalidRequestError`."""
-    request = decode_with_messages(body, _TOKENIZE)
+    request, places = decode_conversation(body, _TOKENIZE)
     given = decode_body(body, FIELDS)
-    return Parsed(request, ignored_fields(given, TokenizeRequest.__struct_fields__, NO_EFFECT_IN_TOKENIZE))
+    return Parsed(request, ignored_fields(given, TokenizeRequest.__struct_fields__, NO_EFFECT_IN_TOKENIZE) + places)
 
 
 def parse_detokenize(body: bytes) -> Parsed[DetokenizeRequest]:

@@ -1,4 +1,5 @@
-"""No field of an object inside a body is accepted and ignored: whatever is unknown there is refused, by its place."""
+"""Whatever is unknown in an object inside a body is named by its place: in options it is refused, in a conversation
+reported."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from fake_backend import MODEL, FakeBackend
 from asyncengine.api import request_messages, structured, tools
 from asyncengine.api.schema import ChatRequest, CompletionRequest, StreamOptions
 from asyncengine.api.token_schema import DetokenizeRequest, TokenizeRequest
+from asyncengine.api.unknown_fields import CONVERSATION
 
 BODIES = {
     COMPLETIONS: CompletionRequest,
@@ -90,8 +92,8 @@ def test_every_kind_of_object_is_tried() -> None:
     assert {name for body in BODIES.values() for name, kind in objects(body) if kind is dict} == FREE_FORM
 
 
-@pytest.mark.parametrize(("path", "kind"), cases())
-async def test_an_unknown_field_is_refused_by_its_place(
+@pytest.mark.parametrize(("path", "kind"), [case for case in cases() if case[1] not in CONVERSATION])
+async def test_an_unknown_field_of_an_option_is_refused_by_its_place(
     server: Server, backend: FakeBackend, path: str, kind: type
 ) -> None:
     place, extra = SEEN[kind]
@@ -106,6 +108,30 @@ async def test_an_unknown_field_is_refused_by_its_place(
     assert backend.calls == []
     async with server.session.post(server.url + path, json=needed | extra) as response:
         assert response.status == 200
+
+
+@pytest.mark.parametrize(("path", "kind"), [case for case in cases() if case[1] in CONVERSATION])
+async def test_an_unknown_field_of_a_conversation_is_reported_by_its_place_and_refused_where_asked_for(
+    server: Server, backend: FakeBackend, path: str, kind: type
+) -> None:
+    place, extra = SEEN[kind]
+    body = {"messages": TURNS} | extra
+    for name in ("x_unknown", "a.b[0]`$"):
+        async with server.session.post(server.url + path, json=with_field(body, place, name, {"a": [1]})) as response:
+            assert (response.status, response.headers["x-ignored-fields"]) == (200, f"{place}.{name}")
+    several = with_field(with_field(with_field(body, place, "x", 1), place, "y", None), "messages[2]", "z", [])
+    async with server.session.post(server.url + path, json=several | {"w": 1}) as response:
+        named = response.headers["x-ignored-fields"].split(", ")
+        assert (response.status, set(named)) == (200, {"w", f"{place}.x", f"{place}.y", "messages[2].z"})
+    async with server.session.post(server.url + path, json=body) as response:
+        assert (response.status, "x-ignored-fields" in response.headers) == (200, False)
+    assert [call for call in backend.calls if call != backend.calls[-1]] == []
+    if path == CHAT:
+        status, answer = await server.post(path, several | {"tools": [TOOL], "tool_choice": CHOICE | {"x": 1}})
+        assert (status, answer["error"]["param"]) == (400, "tool_choice.x")
+    backend.info = msgspec.structs.replace(backend.info, refuse_unknown_fields=True)
+    status, answer = await server.post(path, with_field(body, place, "x", 1))
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "unknown_parameter", f"{place}.x")
 
 
 @pytest.mark.parametrize(
