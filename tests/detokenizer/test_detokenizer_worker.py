@@ -76,7 +76,7 @@ def piece(
 
 def test_every_turn_that_had_a_frame_is_recorded(bench: Bench) -> None:
     bench.worker.turn(0)
-    bench.ring.send(Row(3, 1, ord("a")), Row(4, 1, ord("b")), opens=(opened(3, 1, 70), opened(4, 1, 71)))
+    bench.step(Row(3, 1, ord("a")), Row(4, 1, ord("b")), opens=(opened(3, 1, 70), opened(4, 1, 71)))
     bench.step(Row(3, 1, ord("b")))
     bench.step(Row(3, 1, ord("c"), Finish.LENGTH))
     records = bench.accounts.snapshot()
@@ -313,6 +313,7 @@ def test_rows_of_a_lost_api_worker_are_forgotten_and_what_waits_for_it_is_droppe
     assert (bench.worker.gauges()["streams"], bench.worker.gauges()["pending"]) == (2, 1)
     successor = bench.ring.pipes.receiver("engine.5.1", ToEngine)
     bench.ring.tell(Relink("api_worker", 5, 1))
+    bench.worker.turn(WAIT_MS)
     bench.step(Row(0, 0, ord("d")), Row(1, 0, ord("e")), Row(2, 0, ord("f")), opens=(opened(2, 0, new),))
     assert (bench.worker.gauges()["streams"], bench.worker.gauges()["pending"]) == (2, 0)
     assert bench.ring.receive(0) == [piece(7, "b", [ord("b")])]
