@@ -38,6 +38,7 @@ from typing import Any
 import numpy as np
 from replay_runner import STAMP_BYTES
 
+from asyncengine import __version__
 from asyncengine.cli import allow_many_connections
 from asyncengine.cli import main as asyncengine
 
@@ -113,7 +114,8 @@ class Client:
                 self.late_ms.append(1e3 * (now - float(stamp)))
         events = data.count(EVENT)
         self.events += events
-        self.tokens += data.count(b".")  # every token is one stamp, and nothing else in an event has a point
+        # every token is one stamp, and of the rest of an event only the server's version has points
+        self.tokens += data.count(b".") - events * __version__.count(".")
         if events:
             if fd in self._came:
                 self.gap_ms.append(1e3 * (now - self._came[fd]))
