@@ -10,6 +10,7 @@ import numpy as np
 from bench_api import Client, completion_request, even_shares
 from replay_runner import STAMP, STAMP_BYTES, WorkerRows
 
+from asyncengine import __version__
 from asyncengine.sampling import SamplingParams
 from asyncengine.wire.answers import Deltas
 from asyncengine.wire.base import Finish
@@ -64,7 +65,8 @@ def test_the_client_counts_tokens_events_and_delay() -> None:
     client = Client(("127.0.0.1", 1), [], 1, 0.0, 1e9)
     client._sent[3] = 9.0
     head = b"HTTP/1.1 200 OK\r\nServer: x.y\r\n\r\n"
-    event = b'data: {"choices":[{"text":"000009.500000 000009.700000 "}]}\n\n'
+    mode = b'"system_fingerprint":"asyncengine-%s/float32/cpu/default"' % __version__.encode()
+    event = b'data: {%s,"choices":[{"text":"000009.500000 000009.700000 "}]}\n\n' % mode
     client._count(3, head + event, 10.0)
     client._count(3, event + event, 11.0)
     assert (client.events, client.tokens) == (3, 6)
