@@ -20,11 +20,14 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
     from gpu_runner.outbox import Outbox
     from gpu_runner.schedule.limits import QueueLimits
     from gpu_runner.schedule.scheduler import Scheduler, num_slots_for
+    from gpu_runner.warm_up import warm_up
 
     engine = config.engine
     executor = build_executor(
         engine, config.model_path, reporter.progress, num_slots=num_slots_for(engine.max_num_seqs)
     )
+    reporter.progress("warming up")
+    warm_up(executor, max_model_len=executor.max_model_len, max_step_tokens=executor.max_step_tokens)
     scheduler = Scheduler(
         num_pages=executor.num_pages,
         max_model_len=executor.max_model_len,
@@ -75,6 +78,7 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
         account=StepAccount(RingWriter(config.run_dir, config.role, config.index, StepRecord)),
         grammar=grammar,
     )
+    loop.prepare()
     loop.heartbeat()  # first, so that whoever hears "ready" has gauges
     reporter.ready(executor.info)
     try:
