@@ -13,9 +13,9 @@ MAX_OVERTAKES = 16
 MAX_OVERTAKES_OF_BACKGROUND = 64
 """Interactive requests that may start before the oldest one of the background. More would not make these wait less
 where they are more than the engine can take; fewer is what they feel there."""
-_LIMIT = MAX_OVERTAKES_OF_BACKGROUND
-_OWN = MAX_OVERTAKES_OF_BACKGROUND // MAX_OVERTAKES
-"""What one of the own class counts; an interactive one counts 1 for the background."""
+_DUE = MAX_OVERTAKES_OF_BACKGROUND
+"""What makes the oldest one next: each interactive start counts 1 for the background, one of the own class `_OWN`."""
+_OWN = _DUE // MAX_OVERTAKES
 
 
 class Ageing:
@@ -38,12 +38,12 @@ class Ageing:
     @property
     def due(self) -> Request | None:
         """The oldest that has not run, if it was overtaken as often as may be."""
-        return self.oldest if self._overtakes >= _LIMIT else None
+        return self.oldest if self._overtakes >= _DUE else None
 
     @property
     def due_again(self) -> Request | None:
         """The oldest that has run, if it was."""
-        return self._again.first() if self._passes >= _LIMIT else None
+        return self._again.first() if self._passes >= _DUE else None
 
     def push(self, request: Request) -> None:
         if request.fresh:
@@ -80,5 +80,5 @@ class Ageing:
         assert sorted([*fresh, *self._again.live()]) == sorted(request.rid for request in members)
         arrivals = [request.arrival for request in self._fresh.values()]
         assert arrivals == sorted(arrivals)
-        assert self._overtakes < (_LIMIT + _OWN if fresh else 1)
-        assert self._passes < (_LIMIT + _OWN if self._again.first() is not None else 1)
+        assert self._overtakes < (_DUE + _OWN if fresh else 1)
+        assert self._passes < (_DUE + _OWN if self._again.first() is not None else 1)
