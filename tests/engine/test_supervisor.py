@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from support.poisoned_runner import STEP_SECONDS
 from support.python_path import PYTHON_PATH
 
 from asyncengine import supervisor as supervisor_module
@@ -75,8 +76,10 @@ def make(heard: Heard, config: EngineConfig | None = None, *, modules: Mapping[R
 
 
 @asynccontextmanager
-async def started(heard: Heard, config: EngineConfig | None = None) -> AsyncIterator[Supervisor]:
-    supervisor = make(heard, config)
+async def started(
+    heard: Heard, config: EngineConfig | None = None, *, modules: Mapping[Role, str] = MODULES
+) -> AsyncIterator[Supervisor]:
+    supervisor = make(heard, config, modules=modules)
     try:
         await supervisor.launch(await supervisor.prepare())
         yield supervisor
@@ -119,6 +122,15 @@ async def test_all_sidecars_become_ready_and_close_leaves_nothing() -> None:
     assert not any(is_running(pid) for pid in pids.values())
     assert heard.failures == []
     await supervisor.close()
+
+
+async def test_gpu_runner_takes_its_first_steps_before_it_is_ready() -> None:
+    heard = Heard()
+    async with started(heard, modules={**MODULES, "gpu_runner": "support.poisoned_runner"}):
+        phases = [phase for role, _, phase in heard.phases if role == "gpu_runner"]
+        assert phases == ["start process", "importing torch", "warming up"]
+        # a prompt, and the two tokens behind the first; on this device a step sleeps
+        assert heard.seconds["gpu_runner", 0][2] >= 3 * STEP_SECONDS
 
 
 async def test_a_missing_model_fails_before_anything_is_made(run_dirs: Callable[[], list[Path]]) -> None:
