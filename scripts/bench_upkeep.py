@@ -23,7 +23,7 @@ from pathlib import Path
 
 import aiohttp
 import numpy as np
-from server_processes import descendants
+from recovery.server_processes import descendants
 
 CLIENTS = 32
 LEAVES = 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +33,21 @@ from detokenizer_proc.vocabulary import Vocabulary
 
 GPU_CHECK = Path(__file__).parents[1] / "scripts" / "gpu_check.sh"
 DOCS = Path(__file__).parents[1] / "docs"
+
+SCRIPTS = GPU_CHECK.parent
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS.rglob("*.py")), ids=lambda path: str(path.relative_to(SCRIPTS)))
+def test_whatever_a_script_imports_is_there(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in (SCRIPTS, SCRIPTS / "bench_kernels"):
+        monkeypatch.syspath_prepend(str(folder))
+    for node in ast.walk(ast.parse(script.read_text())):
+        if isinstance(node, ast.Import):
+            assert all(find_spec(name.name) for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None
+            assert find_spec(node.module) is not None, node.module
+
 
 # -------------------------------------------------------------------------------------------------------- idle gaps
 
