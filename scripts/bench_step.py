@@ -7,6 +7,7 @@ MODEL_FOLDER needs a config.json only (default: the shapes in scripts/data); wei
 run in the loop's order, two steps in flight, so a step's time is what a stream would see, host work included.
 
     ms/step   median time between two collected steps in steady decode
+    context   tokens that a row attends to, on average over rows and steps
     floor     bytes that must move (weights once, each row's keys and values) at 4.5 TB/s
     host us   time per step outside waiting for the device, and of its parts: plan, launch (packing included), commit
     mixed     median time of full steps in which rows decode beside a prompt's chunk
@@ -113,32 +114,37 @@ def prompts(count: int, length: int, vocab_size: int) -> list[np.ndarray]:
 
 
 def measure_decode(engine: Engine, batch: int, context: int, steps: int) -> dict[str, Any]:
-    engine.reset()
-    length = max(1, context - WARM_STEPS - steps // 2)  # so that half of the steps see more, and half fewer
-    for rid, prompt in enumerate(prompts(batch, length, engine.executor.model_config.vocab_size)):
-        engine.add(rid, prompt, steps + 400)
+    """Steps whose rows attend to `context` tokens on average, or as few more as prompts of one token allow."""
+    wanted = length = max(1, context - WARM_STEPS - steps // 2)
+    reached = _start_rows(engine, batch, length, steps)
+    # Rows that started early decoded while others prefilled, for a time that grows with the prompts.
+    length = max(1, round(length * wanted / reached))
+    if length < wanted:
+        _end_rows(engine, batch)
+        _start_rows(engine, batch, length, steps)
     times: list[float] = []
     host: list[HostTimes] = []
-    last, seen = time.perf_counter(), 0
+    contexts: list[float] = []
+    last, seen = time.perf_counter(), 1
     while len(times) < steps:
         plan = engine.turn()
         now = time.perf_counter()
-        if plan is not None and plan.num_decode_rows == batch:
+        if plan is not None:
             seen += 1
             if seen > WARM_STEPS:
                 times.append(now - last)
                 host.append(engine.host_s)
+                contexts.append(_mean_context(plan))
         last = now
-    for rid in range(batch):
-        engine.scheduler.abort(rid)
-    engine.drain()
+    _end_rows(engine, batch)
     executor = engine.executor
-    kv_bytes = batch * context * executor.model_config.kv_bytes_per_token(_dtype(executor))
+    measured = float(np.mean(contexts))
+    kv_bytes = batch * measured * executor.model_config.kv_bytes_per_token(_dtype(executor))
     floor = (executor.info.weight_bytes + kv_bytes) / MEMORY_BYTES_PER_S
     step = float(np.median(times))
     return {
         "batch": batch,
-        "context": context,
+        "context": measured,
         "ms": 1e3 * step,
         "p99_ms": 1e3 * float(np.percentile(times, 99)),
         "floor_ms": 1e3 * floor,
@@ -146,6 +152,27 @@ def measure_decode(engine: Engine, batch: int, context: int, steps: int) -> dict
         "host_us": 1e6 * float(np.median([sum(turn) for turn in host])),
         **{f"{part}_us": 1e6 * float(us) for part, us in zip(HostTimes._fields, np.median(host, axis=0), strict=True)},
     }
+
+
+def _start_rows(engine: Engine, batch: int, length: int, steps: int) -> float:
+    """Decodes until all rows do, from prompts of `length` tokens; returns the mean context of the first such step."""
+    engine.reset()
+    for rid, prompt in enumerate(prompts(batch, length, engine.executor.model_config.vocab_size)):
+        engine.add(rid, prompt, steps + 400)
+    while (plan := engine.turn()) is None or plan.num_decode_rows < batch:
+        pass
+    return _mean_context(plan)
+
+
+def _end_rows(engine: Engine, batch: int) -> None:
+    for rid in range(batch):
+        engine.scheduler.abort(rid)
+    engine.drain()
+
+
+def _mean_context(plan: StepPlan) -> float:
+    """Of a step of decode rows: tokens that each attends to, its own included."""
+    return float(plan.row_start.mean()) + 1.0
 
 
 def measure_mixed(engine: Engine, batch: int, context: int) -> dict[str, Any]:
@@ -170,9 +197,7 @@ def measure_mixed(engine: Engine, batch: int, context: int) -> dict[str, Any]:
             contexts.append(int(plan.row_start[:batch].sum()) + batch)
             pairs.append(attended_pairs(start, chunk))
         last = now
-    for rid in range(batch):
-        engine.scheduler.abort(rid)
-    engine.drain()
+    _end_rows(engine, batch)
     return {
         "batch": batch,
         "context_tokens": float(np.mean(contexts)),
@@ -219,13 +244,13 @@ def bench(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     gc.freeze()
     gc.disable()
     rows = []
-    print(f"{'batch':>6} {'ms/step':>8} {'p99':>8} {'floor':>7} {'x floor':>7} {'tok/s':>8} {'host us':>8}", end="")
-    print(f" {'plan us':>8} {'launch us':>9} {'commit us':>9}")
+    print(f"{'batch':>6} {'context':>8} {'ms/step':>8} {'p99':>8} {'floor':>7} {'x floor':>7} {'tok/s':>8}", end="")
+    print(f" {'host us':>8} {'plan us':>8} {'launch us':>9} {'commit us':>9}")
     for batch in batches:
         row = measure_decode(engine, batch, args.context, args.steps)
         rows.append(row)
         print(
-            f"{batch:>6} {row['ms']:>8.3f} {row['p99_ms']:>8.3f} {row['floor_ms']:>7.3f}"
+            f"{batch:>6} {row['context']:>8.0f} {row['ms']:>8.3f} {row['p99_ms']:>8.3f} {row['floor_ms']:>7.3f}"
             f" {row['ms'] / row['floor_ms']:>7.2f} {row['tokens_per_s']:>8.0f} {row['host_us']:>8.0f}"
             f" {row['plan_us']:>8.0f} {row['launch_us']:>9.0f} {row['commit_us']:>9.0f}",
             flush=True,
@@ -248,7 +273,7 @@ def bench(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     batch = max(batch for batch in batches if batch <= min(room, step_tokens // 2))
     longer = measure_decode(engine, batch, LONGER * args.context, args.steps)
     mixed = measure_mixed(engine, min(batch, config.max_num_seqs - 1), args.context)
-    print(f"decode  {batch:>3} x {LONGER * args.context:<5} of context {longer['ms']:>8.3f} ms/step")
+    print(f"decode  {batch:>3} x {longer['context']:<5.0f} of context {longer['ms']:>8.3f} ms/step")
     chunk = step_tokens - mixed["batch"]
     print(f"mixed   {mixed['batch']:>3} rows + a chunk of {chunk:<5} {mixed['ms']:>8.3f} ms/step")
     executor.close()

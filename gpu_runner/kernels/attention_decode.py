@@ -25,6 +25,8 @@ from gpu_runner.kernels.work_list import ITEM_WORDS, MAX_SPLITS, WorkList
 
 DOT_ROWS = 16
 """The fewest rows of a tensor-core product: query heads of a group are padded to it."""
+MAX_LEVEL_PROGRAMS = 132 * 12
+"""Up to here it pays that multiprocessors have equally many; beyond, more at a time hide more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +40,17 @@ class DecodeTiling:
     prefetch_pages: int
 
 
-def decode_tiling(head_dim: int, element_bytes: int = 2) -> DecodeTiling:
+def decode_tiling(programs: int, head_dim: int, element_bytes: int = 2) -> DecodeTiling:
     """Tiles of 16 KiB for keys and values together: several programs fit on a multiprocessor and hide each other's
-    start. Float32 products run outside the tensor cores; only small tiles fit the registers."""
+    start, and one warp of each keeps up with memory. As long as the programs with work do not go round twice, shared
+    memory is to hold but four at a time: programs come to whichever multiprocessor has room, some to none, some to six.
+    Float32 products run outside the tensor cores; only small tiles fit the registers."""
     if element_bytes == 4:
         return DecodeTiling(block_tokens=16, num_warps=4, num_stages=2, prefetch_pages=4)
     if head_dim <= 64:
         return DecodeTiling(block_tokens=64, num_warps=2, num_stages=3, prefetch_pages=4)
-    return DecodeTiling(block_tokens=32, num_warps=2, num_stages=3, prefetch_pages=4)
+    num_stages = 4 if programs <= MAX_LEVEL_PROGRAMS else 3
+    return DecodeTiling(block_tokens=32, num_warps=1 if head_dim <= 128 else 2, num_stages=num_stages, prefetch_pages=4)
 
 
 def decode_attention(
@@ -74,7 +79,7 @@ def decode_attention(
     """
     num_tokens, num_heads, head_dim = q.shape
     _, _, num_kv_heads, page_size, _ = kv_layer.shape
-    tiling = tiling or decode_tiling(head_dim, q.element_size())
+    tiling = tiling or decode_tiling(num_tokens * num_kv_heads, head_dim, q.element_size())
     options: dict[str, Any] = {"launch_pdl": True} if pdl and q.is_cuda else {}
     group = num_heads // num_kv_heads
     _decode_kernel[(work.decode_items(num_tokens) * num_kv_heads,)](

@@ -10,6 +10,7 @@ so that short steps fill the machine, ragged ones are balanced, and a step with 
 v keys gets at most ceil(v / size) ranges. Hence
     items   <= sum(v / size + 1) <= target + T_d, and <= T_d * MAX_SPLITS,
     partial <= 2 * target: only rows with v > size are cut, and their ceil(v / size) <= 2 * v / size.
+They are listed by falling length, roughly: what is begun last is short, so that programs end at about the same time.
 
 Prefill: a row's tokens are cut into tiles of `tile_tokens`. R_p rows with N tokens have at most R_p + (N - R_p) /
 tile_tokens tiles, as each row has a token. Tiles are listed by falling number of keys. Sorting takes time that is

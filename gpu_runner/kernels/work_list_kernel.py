@@ -8,6 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+RANKS = 4
+"""Of ranges of decode rows, by length: to sort them wholly gains nothing more."""
+_RANKS = tl.constexpr(RANKS)
+
 
 @triton.jit
 def build_kernel(
@@ -100,19 +104,24 @@ def _list_decode(
     size = tl.maximum(tl.maximum(tl.cdiv(keys, TARGET), tl.cdiv(longest, MAX_SPLITS)), STEP)
     size = tl.cdiv(size, STEP) * STEP
 
-    num_items = 0
+    rank = tl.arange(0, _RANKS)[None, :]
+    counts = tl.zeros((1, _RANKS), tl.int32)
+    for block in range(0, num_rows, ROWS):
+        _, begin, end = _visible(block + place, block + place < num_rows, row_start, kv_capacity, WINDOW, ALIGN)
+        _, splits, rank_of = _cut(begin, end, size, ALIGN)
+        counts += tl.sum(tl.where(rank_of[:, None] == rank, splits[:, None], 0), axis=0, keep_dims=True)
+
+    next_item = tl.cumsum(counts, 1) - counts  # of each rank
     num_partial = 0
     for block in range(0, num_rows, ROWS):
         row = block + place
         exists = row < num_rows
         slot = tl.load(row_slot + row, mask=exists, other=0)
         first, begin, end = _visible(row, exists, row_start, kv_capacity, WINDOW, ALIGN)
-        # The same number of ranges, or fewer, of equal size.
-        even = tl.maximum(tl.cdiv(end - begin, tl.maximum(tl.cdiv(end - begin, size), 1)), 1)
-        even = tl.cdiv(even, ALIGN) * ALIGN
-        splits = tl.cdiv(end - begin, even)
+        even, splits, rank_of = _cut(begin, end, size, ALIGN)
+        ranked = tl.where(rank_of[:, None] == rank, splits[:, None], 0)
+        item = tl.sum(tl.where(rank_of[:, None] == rank, next_item + tl.cumsum(ranked, 0) - ranked, 0), axis=1)
         partial = tl.where(splits > 1, splits, 0)
-        item = num_items + tl.cumsum(splits) - splits
         first_partial = num_partial + tl.cumsum(partial) - partial
         for split in range(tl.max(splits)):
             listed = split < splits
@@ -125,9 +134,19 @@ def _list_decode(
             tl.store(word + 5, tl.zeros_like(row) + split, mask=listed)
             tl.store(word + 6, splits, mask=listed)
             tl.store(word + 7, first, mask=listed)
-        num_items += tl.sum(splits)
+        next_item += tl.sum(ranked, axis=0, keep_dims=True)
         num_partial += tl.sum(partial)
-    tl.store(lengths, num_items)
+    tl.store(lengths, tl.sum(counts))
+
+
+@triton.jit
+def _cut(begin, end, size, ALIGN: tl.constexpr):
+    """Length and number of a row's ranges, and their rank by length, that of the longest 0."""
+    # The same number of ranges, or fewer, of equal size.
+    even = tl.maximum(tl.cdiv(end - begin, tl.maximum(tl.cdiv(end - begin, size), 1)), 1)
+    even = tl.cdiv(even, ALIGN) * ALIGN
+    rank = tl.minimum((size - tl.minimum(even, end - begin)) * _RANKS // size, _RANKS - 1)
+    return even, tl.cdiv(end - begin, even), rank
 
 
 @triton.jit

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
 
 from gpu_runner.kernels.work_list import MAX_SPLITS, WorkList, allocate_work_list, build_work_list
+from gpu_runner.kernels.work_list_kernel import RANKS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGES_PER_SEQ = 600
@@ -72,6 +75,15 @@ def test_a_long_row_is_cut_into_equal_ranges_and_short_ones_are_left_whole() -> 
     ]
 
 
+def test_longer_ranges_are_listed_first_and_equal_ones_by_row() -> None:
+    # At most 128 keys each: ranks of 97 to 128, 65 to 96, 33 to 64, and fewer.
+    items = items_of(build([10, 128, 70, 64, 300, 97, 1, 256], [], max_rows=8, target_programs=16))
+    assert [(item[0], item[2], item[3], item[4]) for item in items] == [
+        *[(1, 0, 128, 0), (4, 0, 128, 0), (4, 128, 256, 0), (4, 256, 300, 0), (5, 0, 97, 3)],
+        *[(7, 0, 128, 3), (7, 128, 256, 3), (2, 0, 70, 0), (3, 0, 64, 0), (0, 0, 10, 0), (6, 0, 1, 3)],
+    ]
+
+
 def test_tiles_are_listed_by_falling_number_of_keys() -> None:
     tiles = tiles_of(build([7, 3], [(0, 17), (100, 9), (20, 3)], max_rows=5))
     assert tiles == [
@@ -118,9 +130,12 @@ def test_ragged_steps_keep_the_stated_bounds_and_cover_every_key_and_query_once(
 
     items = items_of(work)
     assert len(items) <= work.decode_items(num_decode_rows)
+    size = SPLIT_STEP * -(-max(sum(decode_lens) / work.target_items, max(decode_lens) / MAX_SPLITS) // SPLIT_STEP)
+    lengths = [max(other[3] - other[2] for other in items if other[0] == item[0]) for item in items]
+    assert all(later < earlier + max(size, SPLIT_STEP) / RANKS for earlier, later in pairwise(lengths))
     covered = dict.fromkeys(range(num_decode_rows), 0)
     partial = 0
-    for row, slot, first, end, first_partial, split, splits, seen_from in items:
+    for row, slot, first, end, first_partial, split, splits, seen_from in sorted(items):
         assert (slot, first, seen_from) == (100 + row, covered[row], 0)
         assert first < end
         assert first % SPLIT_STEP == 0
