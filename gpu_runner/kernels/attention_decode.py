@@ -26,7 +26,7 @@ from gpu_runner.kernels.work_list import ITEM_WORDS, MAX_SPLITS, WorkList
 DOT_ROWS = 16
 """The fewest rows of a tensor-core product: query heads of a group are padded to it."""
 MAX_LEVEL_PROGRAMS = 132 * 12
-"""Up to here it pays that multiprocessors have equally many; beyond, more at a time hide more."""
+"""Up to here it pays that multiprocessors have equally many at a time; beyond, that they have more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ class DecodeTiling:
 
 def decode_tiling(programs: int, head_dim: int, element_bytes: int = 2) -> DecodeTiling:
     """Tiles of 16 KiB for keys and values together: several programs fit on a multiprocessor and hide each other's
-    start, and one warp of each keeps up with memory. As long as the programs with work do not go round twice, shared
-    memory is to hold but four at a time: programs come to whichever multiprocessor has room, some to none, some to six.
-    Float32 products run outside the tensor cores; only small tiles fit the registers."""
+    start, and one warp of each keeps up with memory. While programs are few, a multiprocessor's shared memory is to
+    hold four at most: they go wherever there is room, and where six fit, some get none. Float32 products run outside
+    the tensor cores; only small tiles fit the registers."""
     if element_bytes == 4:
         return DecodeTiling(block_tokens=16, num_warps=4, num_stages=2, prefetch_pages=4)
     if head_dim <= 64:

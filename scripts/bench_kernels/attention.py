@@ -255,14 +255,14 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true")
     parser.parse_args()
 
-    base = DecodeChoice(DecodeTiling(32, 2, 3, 4))
+    base = DecodeChoice(DecodeTiling(32, 1, 3, 4))
     tilings = [
-        *(DecodeTiling(32, 2, 3, pages) for pages in (0, 4, 16)),
+        *(DecodeTiling(32, 1, 3, pages) for pages in (0, 4, 16)),
+        DecodeTiling(32, 1, 4, 4),
+        DecodeTiling(32, 2, 3, 4),
         DecodeTiling(32, 2, 4, 4),
         DecodeTiling(64, 2, 3, 4),
         DecodeTiling(64, 4, 3, 4),
-        DecodeTiling(32, 2, 2, 8),
-        DecodeTiling(32, 1, 3, 4),
         DecodeTiling(128, 4, 2, 8),
     ]
     decode_choices = [DecodeChoice(tiling) for tiling in tilings]
