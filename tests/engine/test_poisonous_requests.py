@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from support.eventually import eventually
-from support.poisoned_runner import EXCEPTION, LATE, LATE_POSITION, LEAK, SEGFAULT
+from support.poisoned_runner import AFTER, EXCEPTION, LATE, LATE_POSITION, LEAK, SEGFAULT
 from support.python_path import PYTHON_PATH
 
 from asyncengine import AsyncEngine, EngineConfig, SamplingParams
@@ -111,6 +111,37 @@ async def test_exactly_the_requests_that_crash_it_end(
     assert engine._requests.count == 0
 
 
+async def test_late_ones_end_alone_too_whoever_is_on_trial_and_also_while_the_engine_drains(
+    in_peace: list[Answer],
+) -> None:
+    """One that crashes it after 200 tokens, wherever it went on; then one after 40, which passes the trial for what
+    another one does at once."""
+    after_40, after_200 = AFTER
+    async with AsyncEngine.start(EngineConfig(max_crashes=8), modules=MODULES) as engine, asyncio.timeout(300):
+        convicted = asyncio.ensure_future(poisoned(engine, [after_200, 9], SamplingParams(n=2, max_tokens=1500)))
+        while not convicted.done():
+            assert await Load(engine).answers == in_peace
+        end, ids = await convicted
+        assert end == ENDED
+        assert ids
+        before = num_crashes(engine)
+        load = Load(engine)
+        both = asyncio.gather(
+            poisoned(engine, [after_40, 3], SamplingParams(max_tokens=1500)),
+            poisoned(engine, [5, EXCEPTION], SamplingParams(max_tokens=1500)),
+        )
+        await eventually(lambda: num_crashes(engine) == before + 2)
+        assert await engine.drain(300)
+        assert [end for end, _ in await both] == [ENDED] * 2
+        assert await load.answers == in_peace
+        assert engine.gauges()["convicted_requests"] == 3
+
+
+def num_crashes(engine: AsyncEngine) -> int:
+    crash = engine._supervisor.crash
+    return 0 if crash is None else crash.life
+
+
 async def test_a_page_that_the_cache_lost_is_found_and_the_same_process_serves_on(
     engine: AsyncEngine, in_peace: list[Answer]
 ) -> None:
@@ -156,7 +187,7 @@ async def test_of_several_api_workers_the_one_that_has_it_ends_it() -> None:
         async with asyncio.timeout(300), aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             in_peace = await asyncio.gather(*(completion(session, url, prompt) for prompt in INNOCENT))
             load = asyncio.gather(*(completion(session, url, prompt) for prompt in INNOCENT))
-            assert await completion(session, url, [LATE, 1]) == "event request_crashes_engine"
+            assert await completion(session, url, [min(AFTER), 1]) == "event request_crashes_engine"
             assert await load == in_peace
             async with session.get(f"{url}/metrics") as response:
                 counted = re.findall(r"^asyncengine:convicted_requests_total\S* (\S+)$", await response.text(), re.M)
