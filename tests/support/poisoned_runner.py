@@ -26,8 +26,8 @@ SEGFAULT, EXCEPTION, LATE = 40_001, 40_002, 40_003
 """Tokens: the first two crash the step that has them, the last one its row as that reaches `LATE_POSITION`."""
 LATE_POSITION = 50
 LEAK = 40_004
-AFTER = {40_040: 40, 40_200: 200}
-"""Tokens that crash the step in which their row has its so manieth token in this process."""
+AFTER_40, AFTER_200 = 40_040, 40_200
+"""Tokens that crash the step in which their row has so many tokens in this process, wherever it went on."""
 OUTPUT_IDS = 1000
 NUM_PAGES, CONTEXT = 1025, 2048
 STEP_SECONDS = 0.004
@@ -70,7 +70,7 @@ class PoisonedModel(PagedModel):
         self.sampled[slot, gen] += 1
         if self.kv_len[slot] == LATE_POSITION:
             self._check(slot, LATE)
-        for token, count in AFTER.items():
+        for token, count in ((AFTER_40, 40), (AFTER_200, 200)):
             if self.sampled[slot, gen] == count:
                 self._check(slot, token)
         return super()._sample(plan, row)
