@@ -14,7 +14,7 @@ from asyncengine.tokenizer_links import TokenizerLink
 from asyncengine.wire.requests import PROVEN_TOKENS
 
 SUSPECT_CRASHES = 2
-MAX_TRIAL_TOKENS = 512
+MAX_TRIAL_TOKENS = 256
 """Whoever comes further before a crash is not tried for it: all others would wait for too long."""
 
 
