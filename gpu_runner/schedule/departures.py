@@ -51,7 +51,7 @@ class Departures:
         self._rows.end(slot)
 
     def retract(self, slot: int) -> None:
-        """Have others take the row's pages, in what may befall a row only so often."""
+        """As `set_aside`, because others want the row's pages, which may befall a row only so often."""
         self.set_aside(slot)
         request = self._rows.slots.request[slot]
         assert request is not None
