@@ -1,12 +1,13 @@
 """Which of gpu_runner's ends are its own fault, and which request is to blame for one.
 
     crash 1    requests A to Z had rows: all go on in the successor, at once
-    crash 2    A to Z had rows again, and A to K had not come much further meanwhile: these are suspects
-    then       A runs, alone but for requests that have come far enough | passes | B runs, ... | crash 3: B is to blame
-               for all three, and suspicion of the others ends
+    crash 2    A to Z had rows again; A to K came no further meanwhile, or just as far as before: these are suspects
+    then       A runs, alone | passes and waits | B runs, ... | crash 3: B is to blame for all three, and suspicion of
+               the others ends
 
 Whatever ends gpu_runner from outside (SIGKILL, SIGTERM, the out-of-memory killer, the watchdog) casts no suspicion. Who
-is a suspect is decided where the requests are (`recovery`), how trials run in gpu_runner (`trials`).
+is a suspect is decided where the requests are (`open_requests`), how trials run in gpu_runner (`trials`, which says why
+nobody is blamed for what another one does).
 """
 
 from __future__ import annotations

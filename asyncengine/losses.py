@@ -42,6 +42,6 @@ class Losses:
         """Its successor is ready; returns how long its place was empty."""
         return now - self._open.pop(name)
 
-    def open(self, now: float) -> list[str]:
-        """The places that are empty, and since when."""
-        return [f"{name} (lost {now - lost:.1f} s ago)" for name, lost in self._open.items()]
+    def lost_at(self, name: str) -> float | None:
+        """Since when the place is empty; None if it is not."""
+        return self._open.get(name)

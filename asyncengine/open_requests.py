@@ -14,6 +14,8 @@ from asyncengine.tokenizer_links import TokenizerLink
 from asyncengine.wire.requests import PROVEN_TOKENS
 
 SUSPECT_CRASHES = 2
+MAX_TRIAL_TOKENS = 256
+"""Whoever comes further before a crash is not tried for it: all others would wait for too long."""
 
 
 class Attempt:
@@ -36,32 +38,51 @@ class Attempt:
 
 class OpenChoice:
     """Choice number `index` under its present rid. shard: the detokenizer that has it, -1 before its first news under
-    this rid. repeated: how many of the next tokens the stream has already. crashes: of gpu_runner while it had a row,
-    since it last came much further between two, and of which nobody is convicted."""
+    this rid. repeated: how many of the next tokens the stream has already. old_rids: those before that the same
+    gpu_runner knows it by. crashes: of gpu_runner while it had a row, one after the other and each as far from where it
+    was sent out, and of which nobody is convicted."""
 
-    __slots__ = ("_had", "attempt", "crashes", "index", "repeated", "rid", "shard", "stream")
+    __slots__ = (
+        *("_crashed_after", "_from", "attempt", "crashes", "index", "old_rids", "repeated", "rid", "shard"),
+        "stream",
+    )
 
-    def __init__(
-        self, stream: RequestStream, index: int, rid: int, attempt: Attempt, *, repeated: int = 0, crashes: int = 0
-    ) -> None:
+    def __init__(self, stream: RequestStream, index: int, rid: int, attempt: Attempt, *, repeated: int = 0) -> None:
         self.stream = stream
         self.index = index
         self.rid = rid
         self.attempt = attempt
         self.shard = -1
         self.repeated = repeated
-        self.crashes = crashes
-        self._had = stream.num_tokens(index)  # as it was sent out
+        self.old_rids: tuple[int, ...] = ()
+        self.crashes = 0
+        self._crashed_after = 0  # `_ran` at the last of them
+        self._from = stream.num_tokens(index) - repeated
+
+    def follow(self, old: OpenChoice, *, same_runner: bool) -> None:
+        """It takes the place of `old`. same_runner: gpu_runner is still the one that had that."""
+        self.crashes, self._crashed_after = old.crashes, old._crashed_after
+        if same_runner:
+            self.old_rids = (*old.old_rids, old.rid)
+            self._from -= old._ran
 
     @property
-    def suspect(self) -> bool:
-        """It may be what crashes gpu_runner: once may be chance, and is worth no trial."""
-        return self.crashes >= SUSPECT_CRASHES
+    def _ran(self) -> int:
+        """How many tokens it has had of the present gpu_runner."""
+        return self.stream.num_tokens(self.index) - self.repeated - self._from
+
+    @property
+    def trial_tokens(self) -> int:
+        """As of `Resume`. Once may be chance, and is worth no trial."""
+        return self._crashed_after + PROVEN_TOKENS if self.crashes >= SUSPECT_CRASHES else 0
 
     def crashed(self) -> None:
-        """gpu_runner crashed while it had a row."""
-        came_further = self.stream.num_tokens(self.index) - self._had > PROVEN_TOKENS
-        self.crashes = 1 if came_further else self.crashes + 1
+        """gpu_runner crashed while it had a row. What crashes it does so at a certain token, and then again at once; or
+        after so many tokens, and then again after as many."""
+        ran = self._ran
+        at_once, as_late = ran <= PROVEN_TOKENS, abs(ran - self._crashed_after) <= PROVEN_TOKENS
+        self.crashes = self.crashes + 1 if at_once or (as_late and ran <= MAX_TRIAL_TOKENS) else 1
+        self._crashed_after = ran
 
     def opened(self, shard: int) -> None:
         """Detokenizer `shard` has it: there is news of it."""
@@ -139,14 +160,17 @@ class OpenRequests:
         rid: int,
         tokenizer: TokenizerLink,
         repeated: Sequence[int],
+        same_runner: bool = False,
     ) -> None:
-        """Choices of a request were sent out again, by way of `tokenizer` and as `rid` and those behind it."""
+        """Choices of a request were sent out again, by way of `tokenizer` and as `rid` and those behind it.
+        same_runner: to the gpu_runner that had them."""
         attempt = Attempt(tokenizer, request.prompt_bytes)
         for place, (old, count) in enumerate(zip(choices, repeated, strict=True)):
             # where others stay behind, there was news of them: the tokenizer has done its part for all
             old.attempt.acknowledge()
             del self._by_rid[old.rid]
-            choice = OpenChoice(request.stream, old.index, rid + place, attempt, repeated=count, crashes=old.crashes)
+            choice = OpenChoice(request.stream, old.index, rid + place, attempt, repeated=count)
+            choice.follow(old, same_runner=same_runner)
             request.choices[old.index] = choice
             self._by_rid[choice.rid] = choice
 

@@ -68,9 +68,9 @@ class Recovery:
                 again.append((request, lost))
         choices = sent = 0
         # suspects first: while gpu_runner has some, it keeps what comes behind them waiting
-        for request, lost in sorted(again, key=lambda each: not any(choice.suspect for choice in each[1])):
+        for request, lost in sorted(again, key=lambda each: not any(choice.trial_tokens for choice in each[1])):
             try:
-                self._resubmit(request, lost)
+                self._resubmit(request, lost, same_runner=role != "gpu_runner")
             except EngineError as error:
                 failed.append(partial(request.stream.fail, error))
             else:
@@ -85,14 +85,16 @@ class Recovery:
     def _blame(self, crash: Crash) -> set[RequestStream]:
         """Note whom `crash` casts suspicion on; returns the one that is convicted, if it is of this process. That one
         explains the crashes before, too: nobody else is a suspect any longer."""
-        if crash.convicts:
-            for request in self._requests:
-                for choice in request.choices:
-                    choice.crashes = 0
-        else:
-            for choice in filter(None, map(self._requests.get, memoryview(crash.rids).cast("q"))):
+        noted = set(crash.convicts or memoryview(crash.rids).cast("q"))
+        choices = [choice for request in self._requests for choice in request.choices]
+        found = [choice for choice in choices if not noted.isdisjoint((choice.rid, *choice.old_rids))]
+        if not crash.convicts:
+            for choice in found:
                 choice.crashed()
-        return {choice.stream for choice in filter(None, map(self._requests.get, crash.convicts))}
+            return set()
+        for choice in choices:
+            choice.crashes = 0
+        return {choice.stream for choice in found}
 
     def _convict(self, request: OpenRequest, running: list[int]) -> None:
         logger.error(
@@ -112,17 +114,19 @@ class Recovery:
             return lambda choice: choice.shard in (-1, index)
         return lambda _: role == "gpu_runner"
 
-    def _resubmit(self, request: OpenRequest, lost: list[OpenChoice]) -> None:
-        """Send choices of one request out again. Raises `EngineError` if the message has become too long for a pipe."""
+    def _resubmit(self, request: OpenRequest, lost: list[OpenChoice], *, same_runner: bool) -> None:
+        """Send choices of one request out again. Raises `EngineError` if the message has become too long for a pipe.
+        same_runner: as of `OpenRequests.move`."""
         logprobs = request.message.params.logprobs is not None
         resumes = [request.stream.resume(choice.index, logprobs=logprobs) for choice in lost]
         rid = self._mint(len(lost))
         for choice in lost:
             self._links.abort(choice.rid, choice.attempt.tokenizer)
         resume = tuple(
-            msgspec.structs.replace(resume, suspect=choice.suspect)
+            msgspec.structs.replace(resume, trial_tokens=choice.trial_tokens)
             for choice, (resume, _) in zip(lost, resumes, strict=True)
         )
         message = msgspec.structs.replace(request.message, rid=rid, resume=resume)
         tokenizer = self._links.tokenizers.resend(message)
-        self._requests.move(request, lost, rid=rid, tokenizer=tokenizer, repeated=[count for _, count in resumes])
+        repeated = [count for _, count in resumes]
+        self._requests.move(request, lost, rid=rid, tokenizer=tokenizer, repeated=repeated, same_runner=same_runner)

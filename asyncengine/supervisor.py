@@ -171,7 +171,12 @@ class Supervisor:
     def recovering(self) -> list[str]:
         """The sidecars that were lost and whose successors are not ready yet, and since when. Nobody waits for an API
         worker: the others serve what it would have."""
-        return [lost for lost in self._losses.open(time.monotonic()) if lost.startswith(SIDECARS)]
+        now = time.monotonic()
+        return [
+            f"{child.name} (lost {now - lost:.1f} s ago)"
+            for child in self._children
+            if child.role in SIDECARS and (lost := self._losses.lost_at(child.name)) is not None
+        ]
 
     def stalled(self) -> list[str]:
         """Names of the ready processes that have not been heard of for too long."""

@@ -63,6 +63,7 @@ class Inbox:
         self._engines.flush()
         arrived = self._poller.wait(0)  # nearly never, and this is quicker than to find each pipe empty
         if arrived:
+            self._trials.hush()
             self._take_messages()
         if self._grammar is not None and (arrived or self._grammar.busy):
             self._hear_grammar(self._grammar)

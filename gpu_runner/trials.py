@@ -1,14 +1,17 @@
 """Requests that may be what crashes this process run one at a time, so that a crash tells which one it is.
 
-    held      B C n1   C n1 n2        n1 n2         all
+    held      B C n1   A C n1 n2      A B n1 n2     all
     on trial  A        B              C
-    runs      A        A B            A B C         A B C n1 n2
-              ^ noted  ^ A has come far enough: B is noted
+    runs      A        B              C             A B C n1 n2
+              ^ noted  ^ A has come far enough and waits again: B is noted
 
-One that has come `PROVEN_TOKENS` further than it was, or has ended, is not the one. All others wait meanwhile, suspects
-or not: what crashes for the first time must not do so beside a request that would be blamed for it. For the same reason
-a trial begins only when whatever started before it has come as far; what came before it and has not started waits, too,
-or the trial, and all that comes behind it, would wait for the whole queue.
+Invariant: while a request is noted, it is alone in each step in flight, and no message is being taken in. So nobody is
+blamed for a step of somebody else's, however late that one crashes: all others wait meanwhile, suspects or not, those
+that have passed and what ran before the first trial, and a trial begins when the last step of these is done. Wrongly
+blamed is only who is alone at a crash that is nobody's: of a broken device, by memory that another one's steps had
+damaged, by a fault's signal from outside.
+
+A request has passed when each of its choices has come as far as its front end wants (`Resume.trial_tokens`), or ended.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import get_args
 
 from asyncengine.config import ServiceClass
-from asyncengine.wire.requests import PROVEN_TOKENS, Generate
+from asyncengine.wire.requests import Generate
 from gpu_runner.schedule.limits import Backlog
 from gpu_runner.schedule.scheduler import Scheduler
 
@@ -41,18 +44,13 @@ class Trials:
         self._backlogs = dict(NOTHING_HELD)
         self._on_trial: Generate | None = None
         self._aborted: set[int] = set()
-        self._settles_at = 0  # the step with which all that had started by then have come far enough
-        self._left_with = 0  # the last step that may hold a row whose trial has ended
         self.busy = False
 
     def take(self, message: Generate) -> bool:
         """Whether it is held, and will be started in its time."""
-        suspect = any(part.suspect for part in message.resume)
+        suspect = _trial_tokens(message) > 0
         if not suspect and not self.busy:
             return False
-        if not self.busy:
-            self._settles_at = self._scheduler.num_steps + PROVEN_TOKENS
-            self._scheduler.queue.withhold()
         self.busy = True
         if suspect:
             self._suspects.append(message)
@@ -79,44 +77,42 @@ class Trials:
         """What of that class waits here and is no suspect. Asked for each request that comes, however many are held."""
         return self._backlogs[service_class]
 
+    def hush(self) -> None:
+        """Until `go_on` a crash is not the doing of what is on trial: messages are taken in."""
+        self._note[1] = 0
+
     def go_on(self) -> None:
         """End a trial that was passed, and begin the next one, or let all go on that were held."""
-        if self._scheduler.starting:
-            self._settles_at = self._scheduler.num_steps + PROVEN_TOKENS
         if self._on_trial is not None:
-            if any(map(self._is_tried, self._on_trial.rids)):
+            if any(self._is_tried(rid, _trial_tokens(self._on_trial)) for rid in self._on_trial.rids):
+                self._note[1] = len(self._on_trial.rids)
                 return
             self._note[1] = 0
             self._on_trial = None
-            self._left_with = self._scheduler.num_steps
         while self._suspects:
-            if not self._is_settled():
+            if not self._scheduler.set_aside():
                 return
+            if not self._scheduler.slots.num_free:  # what is set aside has them all: a trial would not begin
+                break
             message = self._suspects.popleft()
             if not self._aborted.issuperset(message.rids):
-                self._note[0] = message.rid
-                self._note[1] = len(message.rids)  # last: it makes the note count
+                self._note[0], self._note[1] = message.rid, len(message.rids)  # the latter makes it count
                 self._on_trial = message
                 self._begin(message)
                 return
         self._scheduler.queue.release()
-        while self._others:
-            self._begin(self._others.popleft())
+        for held in (self._suspects, self._others):
+            while held:
+                self._begin(held.popleft())
         self._aborted.clear()
         self._waiting.clear()
         self._backlogs = dict(NOTHING_HELD)
         self.busy = False
 
-    def _is_tried(self, rid: int) -> bool:
-        """Whether it is here and has not come far enough."""
-        tokens = self._scheduler.new_tokens(rid)
-        return tokens is not None and tokens < PROVEN_TOKENS
-
-    def _is_settled(self) -> bool:
-        scheduler = self._scheduler
-        if scheduler.starting or scheduler.num_steps_done < self._left_with:
-            return False
-        return not scheduler.num_running or scheduler.num_steps >= self._settles_at
+    def _is_tried(self, rid: int, tokens: int) -> bool:
+        """Whether it is here and has not come so many tokens further."""
+        had = self._scheduler.new_tokens(rid)
+        return had is not None and had < tokens
 
     def _begin(self, message: Generate) -> None:
         aborted = self._aborted.intersection(message.rids)
@@ -130,3 +126,7 @@ class Trials:
         held = self._backlogs[message.terms.service_class]
         tokens = choices * (len(message.ids) // 4)
         self._backlogs[message.terms.service_class] = Backlog(held.requests + choices, held.tokens + tokens)
+
+
+def _trial_tokens(message: Generate) -> int:
+    return max((part.trial_tokens for part in message.resume), default=0)

@@ -16,14 +16,15 @@ class Resume(Wire, frozen=True, tag=9):
     """Where choice number `choice` of a request goes on that was lost with a process.
 
     ids: int32 array, the output it has: it is continued as if it had just produced them. shown: bytes of its text that
-    its caller has; the text of `ids` may be less (a token that was computed again) or more (text held back). suspect:
-    it may be what crashes gpu_runner, and is to run there for a trial first.
+    its caller has; the text of `ids` may be less (a token that was computed again) or more (text held back).
+    trial_tokens: it may be what crashes gpu_runner, and is to have so many more tokens there alone, for a trial, before
+    all others go on; 0 = it is no suspect.
     """
 
     choice: int
     ids: bytes
     shown: int
-    suspect: bool = False
+    trial_tokens: int = 0
 
 
 class EncodeText(Wire, frozen=True, tag=1):

@@ -51,9 +51,16 @@ class Departures:
         self._rows.end(slot)
 
     def retract(self, slot: int) -> None:
+        """As `set_aside`, because others want the row's pages, which may befall a row only so often."""
+        self.set_aside(slot)
+        request = self._rows.slots.request[slot]
+        assert request is not None
+        request.preemptions += 1
+        self._counters.preemptions += 1
+
+    def set_aside(self, slot: int) -> None:
         """Take the row's pages, keeping what it computed in the prefix tree, and put it at the head of its tenant's."""
         self._running.leave(slot)
         self._charges.rest(slot)
         self._queue.push(self._rows.retract(slot))
         self._marks.retracted(slot, self._clock())
-        self._counters.preemptions += 1

@@ -124,8 +124,8 @@ class WaitingQueue:
         return request
 
     def withhold(self) -> None:
-        """Set aside all that has not run here: until `release` nothing of it is next, nor found in here."""
-        for request in [each for each in self if each.slot < 0]:
+        """Set all aside: until `release` nothing of it is next, nor found in here."""
+        for request in list(self):
             self._forget(request)
             self.withheld[request.rid] = request
             self._classes[request.background].withheld(request, 1)

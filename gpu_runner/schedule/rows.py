@@ -257,7 +257,6 @@ class Rows:
         if self.tier is not None:
             self.tier.ended(node)
         self.slots.state[slot] = State.RETRACTED
-        request.preemptions += 1
         return request
 
     def end(self, slot: int) -> None:

@@ -266,16 +266,12 @@ class Scheduler:
         """Planned so far."""
         return self._next_step - 1
 
-    @property
-    def num_steps_done(self) -> int:
-        """Committed so far."""
-        return self.rows.pool.completed_epoch
-
-    @property
-    def starting(self) -> bool:
-        """Whether a request waits that has not run here, or a row is on its way to its next token through a prefill."""
-        running = self._running
-        return bool(running.prefill or running.loading) or any(request.slot < 0 for request in self.queue)
+    def set_aside(self) -> bool:
+        """Have all that runs or waits wait until `queue.release`; whether no step in flight holds a row any more."""
+        for slot in self._running.active.tolist():
+            self._departures.set_aside(slot)
+        self.queue.withhold()
+        return not self.num_running and self.rows.pool.completed_epoch == self.num_steps
 
     def new_tokens(self, rid: int) -> int | None:
         """How many it has had here, as far as the host knows; None if it neither waits nor runs."""
@@ -418,10 +414,11 @@ class Scheduler:
         self._running.check_integrity()
         assert self.num_running <= self._max_num_seqs
         holders = [request for request in slots.request if request is not None]
-        waiting = [*self.queue.withheld.values(), *(request for request in self.queue if request.slot < 0)]
-        self.queue.tenants.check_integrity(Counter(request.account for request in [*holders, *waiting]))
+        waiting = [*self.queue.withheld.values(), *self.queue]
+        fresh = [request for request in waiting if request.slot < 0]
+        self.queue.tenants.check_integrity(Counter(request.account for request in [*holders, *fresh]))
         assert all(request.preemptions <= MAX_PREEMPTIONS for request in holders)
-        retracted = {request.slot for request in self.queue if request.slot >= 0}
+        retracted = {request.slot for request in waiting if request.slot >= 0}
         assert retracted == set(np.flatnonzero(slots.state == State.RETRACTED).tolist())
 
 

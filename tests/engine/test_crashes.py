@@ -6,7 +6,7 @@ import logging
 import signal
 import tempfile
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 from front_end_ring import INFO, PROMPT, deltas, encoded, front_end_ring, int32
 
+from asyncengine.config import Role
 from asyncengine.crashes import Crashes
 from asyncengine.errors import CrashingRequestError
 from asyncengine.losses import Losses
+from asyncengine.open_requests import MAX_TRIAL_TOKENS
 from asyncengine.sampling import SamplingParams
 from asyncengine.wire.answers import Crash
 from asyncengine.wire.requests import PROVEN_TOKENS, Abort, EncodeIds, Relink, Resume
@@ -116,6 +118,11 @@ def encode(rid: int, *resume: Resume, params: SamplingParams = PARAMS) -> Encode
     return EncodeIds(rid, int32(*PROMPT), params, "", resume, INFO.max_model_len)
 
 
+def trials(messages: Sequence[Any]) -> list[int]:
+    """`trial_tokens` of each choice that is sent out again."""
+    return [part.trial_tokens for message in messages if isinstance(message, EncodeIds) for part in message.resume]
+
+
 async def test_who_was_in_two_crashes_and_came_no_further_is_sent_first_and_for_a_trial(short_path: Path) -> None:
     async with front_end_ring(short_path) as ring:
         streams = [ring.submit(PARAMS) for _ in range(3)]
@@ -134,7 +141,7 @@ async def test_who_was_in_two_crashes_and_came_no_further_is_sent_first_and_for_
         ring.front._relink("gpu_runner", 0, 2, Crash(2, int64(3, 4, 5)))
         again = await ring.sent("tokenizer.0")
         assert [message for message in again if isinstance(message, EncodeIds)] == [
-            encode(6, Resume(0, int32(*ids[1:]), 0, True)),
+            encode(6, Resume(0, int32(*ids[1:]), 0, trial_tokens=2 * PROVEN_TOKENS)),
             encode(7, Resume(0, int32(*ids), 0)),
             encode(8, Resume(0, b"", 0)),
         ]
@@ -142,20 +149,77 @@ async def test_who_was_in_two_crashes_and_came_no_further_is_sent_first_and_for_
         ring.replace("gpu_runner", 0, 3)
         ring.front._relink("gpu_runner", 0, 3, Crash(2, int64(6, 7, 8)))
         again = await ring.sent("tokenizer.0")
-        assert [message.resume[0].suspect for message in again if isinstance(message, EncodeIds)] == [
-            True,
-            False,
-            False,
-        ]
+        assert trials(again) == [2 * PROVEN_TOKENS, 0, 0]
         # somebody else, of another process, is found to have been to blame
         ring.replace("gpu_runner", 0, 4)
         ring.front._relink("gpu_runner", 0, 4, Crash(4, int64(9, 10, 11), (2**50,)))
         ring.replace("gpu_runner", 0, 5)
         ring.front._relink("gpu_runner", 0, 5, Crash(5, int64(12, 13, 14)))
         again = await ring.sent("tokenizer.0")
-        assert not any(message.resume[0].suspect for message in again if isinstance(message, EncodeIds))
+        assert trials(again) == [0] * 6
         for stream in streams:
             stream.close()
+        ring.check_empty()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "trial"),
+    [
+        (40, 40 + PROVEN_TOKENS, 40 + 2 * PROVEN_TOKENS),
+        (40, 40 - PROVEN_TOKENS, 40),
+        (40, 41 + PROVEN_TOKENS, 0),
+        (200, 0, PROVEN_TOKENS),
+        (MAX_TRIAL_TOKENS, MAX_TRIAL_TOKENS, MAX_TRIAL_TOKENS + PROVEN_TOKENS),
+        (MAX_TRIAL_TOKENS, MAX_TRIAL_TOKENS + 1, 0),
+    ],
+)
+@pytest.mark.parametrize("logprobs", [None, 0], ids=["", "tokens come again"])
+async def test_who_crashed_twice_after_as_many_tokens_is_tried_for_longer_than_that(
+    short_path: Path, first: int, second: int, trial: int, logprobs: int | None
+) -> None:
+    async with front_end_ring(short_path) as ring:
+        stream = ring.submit(SamplingParams(seed=7, logprobs=logprobs))
+        for life, count in enumerate((first, second)):
+            await ring.say(encoded(life), deltas(life, "", [7] * count, shard=0))
+            if life == 1:  # what it had before it was sent out again counts
+                ring.lose("detokenizer_proc", 0, 1)
+            await ring.sent("tokenizer.0")
+            ring.replace("gpu_runner", 0, life + 1)
+            ring.front._relink("gpu_runner", 0, life + 1, Crash(life + 1, int64(life)))
+        assert trials(await ring.sent("tokenizer.0")) == [trial]
+        stream.close()
+        ring.check_empty()
+
+
+@pytest.mark.parametrize("role", ["detokenizer_proc", "tokenizer_proc"])
+async def test_who_had_rows_is_known_by_the_names_it_had_before_others_were_replaced(
+    short_path: Path, role: Role
+) -> None:
+    """gpu_runner crashes, and before another is ready in its place its requests are sent out again for another loss."""
+    async with front_end_ring(short_path) as ring:
+        twice, other = ring.submit(SamplingParams(seed=7, n=2)), ring.submit(PARAMS)
+        rid = 0
+        for life in (1, 2):
+            ring.lose(role, 0, 2 * life - 1)
+            ring.lose(role, 0, 2 * life)
+            await ring.sent("tokenizer.0")
+            ring.replace("gpu_runner", 0, life)
+            ring.front._relink("gpu_runner", 0, life, Crash(life, int64(rid, rid + 1, rid + 3)))
+            again = await ring.sent("tokenizer.0")
+            rid += 9
+        assert trials(again) == [PROVEN_TOKENS, PROVEN_TOKENS, 0]
+        ring.lose(role, 0, 5)
+        again = await ring.sent("tokenizer.0")
+        assert trials(again) == [PROVEN_TOKENS, PROVEN_TOKENS, 0], "the trial is another one's now"
+        ring.replace("gpu_runner", 0, 3)
+        ring.front._relink("gpu_runner", 0, 3, Crash(3, int64(rid), (rid, rid + 1)))
+        again = await ring.sent("tokenizer.0")
+        assert [message.rid for message in again if isinstance(message, EncodeIds)] == [rid + 6]
+        with pytest.raises(CrashingRequestError):
+            twice.take()
+        assert not other.ended
+        twice.close()
+        other.close()
         ring.check_empty()
 
 

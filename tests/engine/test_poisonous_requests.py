@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from support.eventually import eventually
-from support.poisoned_runner import EXCEPTION, LATE, LATE_POSITION, LEAK, SEGFAULT
+from support.poisoned_runner import AFTER_40, AFTER_200, EXCEPTION, LATE, LATE_POSITION, LEAK, SEGFAULT
 from support.python_path import PYTHON_PATH
 
 from asyncengine import AsyncEngine, EngineConfig, SamplingParams
@@ -111,6 +111,22 @@ async def test_exactly_the_requests_that_crash_it_end(
     assert engine._requests.count == 0
 
 
+async def test_one_that_passes_a_trial_and_crashes_it_later_ends_alone_also_while_the_engine_drains(
+    in_peace: list[Answer],
+) -> None:
+    """It is tried for what another one does at once."""
+    async with AsyncEngine.start(EngineConfig(max_crashes=8), modules=MODULES) as engine, asyncio.timeout(300):
+        ends = asyncio.gather(
+            *(poisoned(engine, prompt, SamplingParams(n=2, max_tokens=1500)) for prompt in ([AFTER_40, 3], [EXCEPTION]))
+        )
+        load = Load(engine)
+        await eventually(lambda: engine.gauges()["gpu_runner_restarts"] == 2)
+        assert await engine.drain(300)
+        assert [end for end, _ in await ends] == [ENDED] * 2
+        assert await load.answers == in_peace
+        assert engine.gauges()["convicted_requests"] == 2
+
+
 async def test_a_page_that_the_cache_lost_is_found_and_the_same_process_serves_on(
     engine: AsyncEngine, in_peace: list[Answer]
 ) -> None:
@@ -137,9 +153,9 @@ async def test_losses_from_outside_convict_nobody_and_are_counted() -> None:
         assert engine.gauges()["convicted_requests"] == 0
 
 
-async def completion(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> str:
+async def completion(session: aiohttp.ClientSession, url: str, prompt: list[int], max_tokens: int = 120) -> str:
     """A stream's text, or how it ended instead."""
-    body = {"prompt": prompt, "max_tokens": 120, "stream": True}
+    body = {"prompt": prompt, "max_tokens": max_tokens, "stream": True}
     async with session.post(f"{url}/v1/completions", json=body) as response:
         text = await response.text()
     *chunks, last = text.strip().split("\n\n")
@@ -149,14 +165,14 @@ async def completion(session: aiohttp.ClientSession, url: str, prompt: list[int]
 
 
 async def test_of_several_api_workers_the_one_that_has_it_ends_it() -> None:
-    group = WorkerGroup(EngineConfig(), bind("127.0.0.1", 0), workers=2, modules=MODULES)
+    group = WorkerGroup(EngineConfig(max_crashes=8), bind("127.0.0.1", 0), workers=2, modules=MODULES)
     try:
         await group.start()
         url = f"http://127.0.0.1:{group.port}"
         async with asyncio.timeout(300), aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             in_peace = await asyncio.gather(*(completion(session, url, prompt) for prompt in INNOCENT))
             load = asyncio.gather(*(completion(session, url, prompt) for prompt in INNOCENT))
-            assert await completion(session, url, [LATE, 1]) == "event request_crashes_engine"
+            assert await completion(session, url, [AFTER_200, 1], 1500) == "event request_crashes_engine"
             assert await load == in_peace
             async with session.get(f"{url}/metrics") as response:
                 counted = re.findall(r"^asyncengine:convicted_requests_total\S* (\S+)$", await response.text(), re.M)

@@ -236,12 +236,12 @@ async def test_what_a_lost_process_still_says_is_not_heard_as_its_successors(ord
 def test_losses_count_for_as_long_as_the_window() -> None:
     losses = Losses(most=3, window_seconds=10)
     assert [losses.count("gpu_runner", "why", now) for now in (0, 5, 10.5, 15.5)] == [None, None, None, None]
-    assert losses.open(16.5) == ["gpu_runner (lost 16.5 s ago)"]
+    assert losses.lost_at("gpu_runner") == 0
     assert losses.count("gpu_runner", "why", 20) == (
         "3 processes were lost within 10 s (gpu_runner 3 times); the last: why"
     )
     assert losses.end("gpu_runner", 21) == 21
-    assert losses.open(30) == []
+    assert losses.lost_at("gpu_runner") is None
 
 
 async def test_the_status_of_api_workers_tells_of_successors_their_own_among_them(

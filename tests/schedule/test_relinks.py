@@ -238,7 +238,7 @@ def test_a_lost_api_workers_requests_end_wherever_a_trial_has_them_wait(pipes: P
     def generate(rid: int, *resume: Resume) -> Generate:
         return Generate(rid, int32(1, 2, 3, 4).tobytes(), SamplingParams(), 5, b"", "", resume)
 
-    suspect = Resume(0, b"", 0, True)
+    suspect = Resume(0, b"", 0, trial_tokens=16)
     hear(generate(lost), generate(other), generate(lost + 1, suspect), generate(other + 1, suspect))
     hear(generate(lost + 2), generate(other + 2))
     assert set(scheduler.queue.withheld) == {lost, other}

@@ -217,6 +217,8 @@ def run_random(core: EngineCore, rng: np.random.Generator, operations: int) -> N
             next_rid = resume_random(core, rng, next_rid, asked, dropped)
         elif action < 0.24:
             core.scheduler.release_session(*random_session(rng))
+        elif action > 0.99:
+            set_aside_for_a_while(core, int(rng.integers(5)))
         else:
             core.turn()
     core.run()
@@ -229,6 +231,18 @@ def run_random(core: EngineCore, rng: np.random.Generator, operations: int) -> N
     gauges = core.scheduler.gauges()
     assert gauges["sessions"] == gauges["pinned_pages"] == gauges["host_pages_pinned"] == 0
     core.assert_nothing_held()
+
+
+def set_aside_for_a_while(core: EngineCore, turns: int) -> None:
+    """All that waits or runs; no step holds any of it in so many turns."""
+    idle = core.scheduler.set_aside()
+    steps = core.scheduler.num_steps
+    for _ in range(turns):
+        core.turn()
+        idle = core.scheduler.set_aside()
+    assert core.scheduler.num_steps == steps
+    assert idle or turns < core.depth
+    core.scheduler.queue.release()
 
 
 def random_session(rng: np.random.Generator) -> tuple[str, str]:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,8 @@ SEGFAULT, EXCEPTION, LATE = 40_001, 40_002, 40_003
 """Tokens: the first two crash the step that has them, the last one its row as that reaches `LATE_POSITION`."""
 LATE_POSITION = 50
 LEAK = 40_004
+AFTER_40, AFTER_200 = 40_040, 40_200
+"""Tokens that crash the step in which their row has so many tokens in this process, wherever it went on."""
 OUTPUT_IDS = 1000
 NUM_PAGES, CONTEXT = 1025, 2048
 STEP_SECONDS = 0.004
@@ -49,6 +52,10 @@ class PoisonedModel(PagedModel):
         kv_cache_bytes=NUM_PAGES * PAGE_SIZE,
     )
 
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.sampled: Counter[tuple[int, int]] = Counter()  # by slot and generation
+
     def collect(self) -> StepResult:
         time.sleep(STEP_SECONDS)
         tokens = self.in_flight[0].prefill_tokens
@@ -59,12 +66,19 @@ class PoisonedModel(PagedModel):
         return super().collect()
 
     def _sample(self, plan: StepPlan, row: int) -> tuple[int, int]:
-        slot = plan.row_slot[row]
+        slot, gen = int(plan.row_slot[row]), int(plan.row_gen[row])
+        self.sampled[slot, gen] += 1
         if self.kv_len[slot] == LATE_POSITION:
-            positions = np.arange(LATE_POSITION)
-            if LATE in self.pages[self.page_table[slot, positions // PAGE_SIZE], positions % PAGE_SIZE]:
-                raise RuntimeError(FAULT)
+            self._check(slot, LATE)
+        for token, count in ((AFTER_40, 40), (AFTER_200, 200)):
+            if self.sampled[slot, gen] == count:
+                self._check(slot, token)
         return super()._sample(plan, row)
+
+    def _check(self, slot: int, token: int) -> None:
+        positions = np.arange(self.kv_len[slot])
+        if token in self.pages[self.page_table[slot, positions // PAGE_SIZE], positions % PAGE_SIZE]:
+            raise RuntimeError(FAULT)
 
     def close(self) -> None:
         pass
