@@ -109,8 +109,7 @@ def _stop(*_: object) -> None:
 
 def arm_life_line() -> None:
     """Have the kernel SIGKILL this process when its parent dies. Had it died before this line, stdin's end tells."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def write_config(stream: Any, config: msgspec.Struct) -> None:

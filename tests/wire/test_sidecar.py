@@ -122,7 +122,6 @@ def test_a_sidecar_exits_when_its_parent_is_gone_before_the_whole_configuration_
     assert process.wait(WAIT_SECONDS) == PARENT_GONE_EXIT_CODE
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_a_sidecar_is_killed_with_its_parent_even_while_its_stdin_stays_open(
     supervisor: tuple[Path, Receiver], started: list[subprocess.Popen[bytes]]
 ) -> None:
