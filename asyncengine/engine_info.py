@@ -15,40 +15,24 @@ from asyncengine.config import (
     ToolCallFormat,
 )
 from asyncengine.model_files import ResolvedModel
-from asyncengine.wire.reports import MemoryAccount, RunnerInfo, TokenizerInfo
+from asyncengine.wire.reports import RunnerInfo, TokenizerInfo
 
 HealthState = Literal["starting", "ready", "stalled", "recovering", "draining", "failed", "closed"]
 
 
-class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts of a started engine. model: the name it is served under. max_model_len: tokens, prompt plus answer.
+class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
+    """Facts of a started engine. model: the name it is served under.
 
     tool_call_format: how the model writes its calls, None if it does not or that is not known. reasoning: whether it
     may think before it answers. tag_tokens: tags of both that are tokens of its vocabulary.
-
-    The rest is as gpu_runner reports it: see `wire.reports.RunnerInfo`.
     """
 
     model: str
     model_path: str
-    architecture: str
-    device: str
-    dtype: str
-    vocab_size: int
-    max_model_len: int
-    num_pages: int
-    weight_bytes: int
-    kv_cache_bytes: int
-    memory: MemoryAccount = MemoryAccount()
-    num_host_pages: int = 0
     scheduling_policy: SchedulingPolicy = "fcfs"
     queue_timeout_seconds: float = DEFAULT_QUEUE_TIMEOUT_SECONDS
     request_timeout_seconds: float = DEFAULT_REQUEST_TIMEOUT_SECONDS
     refuse_unknown_fields: bool = False
-    num_graphs: int = 0
-    num_kernels: int = 0
-    kernels_compiled: int = 0
-    batch_invariant: bool = False
     has_chat_template: bool
     tool_call_format: ToolCallFormat | None = None
     reasoning: bool = False

@@ -41,7 +41,6 @@ class Reporter:
     def __init__(self, pipes: Pipes, role: Role, index: int, life: int) -> None:
         self._sender = pipes.sender("supervisor")
         self._role, self._index, self._life = role, index, life
-        self._started = time.monotonic()
         self._last_heartbeat = 0.0
 
     def progress(self, phase: str, done: int = 0, total: int = 0) -> None:
@@ -50,8 +49,7 @@ class Reporter:
     def ready(self, info: msgspec.Struct | None = None) -> None:
         """Announce that work sent from now on is served; `info` is the role's `*Info` Struct."""
         facts: dict[str, Any] = {} if info is None else msgspec.structs.asdict(info)
-        seconds = time.monotonic() - self._started
-        self._sender.send(Ready(self._role, self._index, os.getpid(), seconds, facts, self._life))
+        self._sender.send(Ready(self._role, self._index, facts, self._life))
 
     def heartbeat_due(self) -> bool:
         """True at most every `HEARTBEAT_SECONDS`; ask before collecting gauges."""
