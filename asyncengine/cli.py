@@ -291,7 +291,7 @@ def check_port_free(host: str, port: int) -> None:
 
 def chat_command(args: argparse.Namespace) -> int:
     from asyncengine.chat import Chat
-    from asyncengine.chat_backends import Backend, EngineBackend, ServerBackend
+    from asyncengine.chat_backends import engine_backend, server_backend
     from asyncengine.engine import AsyncEngine
     from asyncengine.sampling import SamplingParams
 
@@ -300,9 +300,9 @@ def chat_command(args: argparse.Namespace) -> int:
         raise InvalidRequestError("a chat's max_tokens must be at least 1, got 0", param="max_tokens")
     with ConsoleProgress() as progress:
         if args.url:
-            backend: Backend = ServerBackend(args.url, os.environ.get(API_KEY_VARIABLE))
+            backend = server_backend(args.url, os.environ.get(API_KEY_VARIABLE))
         else:
-            backend = EngineBackend(AsyncEngine.start(engine_config(args), progress=progress, modules=args.modules))
+            backend = engine_backend(AsyncEngine.start(engine_config(args), progress=progress, modules=args.modules))
         return Chat(backend, params, system=args.system).run()
 
 
