@@ -62,6 +62,7 @@ def describe_engine(
     config: EngineConfig, model: ResolvedModel, runner: RunnerInfo, tokenizer: TokenizerInfo
 ) -> EngineInfo:
     """The facts out of what the processes said when they were ready."""
+    parser = config.tool_call_parser
     return EngineInfo(
         model=config.served_model_name or model.served_name,
         model_path=str(model.path),
@@ -70,18 +71,8 @@ def describe_engine(
         request_timeout_seconds=config.request_timeout_seconds,
         refuse_unknown_fields=config.refuse_unknown_fields,
         has_chat_template=tokenizer.has_chat_template,
-        tool_call_format=_tool_call_format(config, tokenizer),
+        tool_call_format=tokenizer.tool_call_format if parser == "auto" else None if parser == "none" else parser,
         reasoning=tokenizer.reasoning if config.reasoning_parser == "auto" else config.reasoning_parser == "think",
         tag_tokens=tokenizer.tag_tokens,
         **msgspec.structs.asdict(runner),
     )
-
-
-def _tool_call_format(config: EngineConfig, tokenizer: TokenizerInfo) -> ToolCallFormat | None:
-    """By the configuration or by the chat template."""
-    match config.tool_call_parser:
-        case "auto":
-            return tokenizer.tool_call_format
-        case "none":
-            return None
-    return config.tool_call_parser
