@@ -166,17 +166,17 @@ class Worker:
             else:
                 arrived.append(message)
         aborted = {message.rid for message in arrived if isinstance(message, Abort)}
-        kept = [message for message in arrived if not isinstance(message, Job) or not _all_aborted(message, aborted)]
-        jobs = [message for message in kept if isinstance(message, Job)]
+        jobs = [message for message in arrived if isinstance(message, Job) and not _all_aborted(message, aborted)]
         if self._wary:
             jobs, questions = self._without_dangerous(jobs, questions)
-            safe = {job.rid for job in jobs}
-            kept = [message for message in kept if not isinstance(message, Job) or message.rid in safe]
-        outcomes = iter(self._encoder.encode(jobs))
+        outcomes = dict(zip((job.rid for job in jobs), self._encoder.encode(jobs), strict=True))
         middle, tokens = time.monotonic_ns(), self._counts["prompt_tokens"]
         encoded: defaultdict[ApiProcess, list[Generate]] = defaultdict(list)
-        for message in kept:
-            outcome = next(outcomes) if isinstance(message, Job) else message
+        for message in arrived:
+            outcome = outcomes.get(message.rid) if isinstance(message, Job) else message
+            if outcome is None:
+                self._counts["dropped"] += 1
+                continue
             if isinstance(outcome, Failed):
                 self._engines.send(outcome.rid, outcome)
                 self._counts["failed"] += 1
@@ -192,7 +192,6 @@ class Worker:
                 encoded[minter(outcome.rid)].append(outcome)
         for requests in encoded.values():
             self._report(requests)
-        self._counts["dropped"] += len(arrived) - len(kept)
         for question in questions:
             self._engines.send(question.rid, self._service.answer(question))
         self._counts["questions"] += len(questions)
