@@ -71,11 +71,9 @@ def prompt_columns(prompt: PromptLogprobs, token_bytes: Callable[[int], bytes]) 
     return PromptColumns(0, prompt, b"".join(pieces), _ends(map(len, pieces)))
 
 
-def to_wire(requests: Sequence[ShownLogprobs | None]) -> LogprobColumns | None:
-    """The columns of all requests of a message, in order; None when none of them has any."""
+def to_wire(requests: Sequence[ShownLogprobs | None]) -> LogprobColumns:
+    """The columns of all requests of a message, in order."""
     parts = [part for part in requests if part is not None]
-    if not parts:
-        return None
     return LogprobColumns(
         ends=_ends([0 if part is None else part.num_entries for part in requests]),
         text_offsets=b"".join([part.text_offsets.tobytes() for part in parts]),
