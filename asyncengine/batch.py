@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 
 import tqdm
 
@@ -54,7 +53,9 @@ async def run_batch(
             answer = answers[index] = await _answer(engine, prompts[index], params[index], terms)
             progress.add(answer)
 
-    with Progress(len(prompts), shown=show_progress) as progress:
+    bar = tqdm.tqdm(total=len(prompts), desc="requests", unit="req", dynamic_ncols=True, disable=not show_progress)
+    with bar:
+        progress = Progress(bar)
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(lanes, len(prompts))):
@@ -138,20 +139,12 @@ async def _deltas(engine: AsyncEngine, ids: list[int], params: SamplingParams, t
 
 
 class Progress:
-    """A bar on stderr: requests done, and tokens a second in and out."""
+    """Has a bar tell the requests done, and tokens a second in and out."""
 
-    def __init__(self, total: int, *, shown: bool) -> None:
-        self._bar = tqdm.tqdm(total=total, desc="requests", unit="req", dynamic_ncols=True, disable=not shown)
+    def __init__(self, bar: tqdm.tqdm) -> None:
+        self._bar = bar
         self._start = time.monotonic()
         self._prompt_tokens = self._output_tokens = self._failed = 0
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._bar.close()
 
     def add(self, answer: RequestOutput) -> None:
         self._failed += answer.error is not None

@@ -11,7 +11,7 @@ from importlib import import_module
 
 import uvloop
 
-from asyncengine.chat_backends import Backend
+from asyncengine.chat_backends import Backend, Generate
 from asyncengine.chat_prompt import ChatPrompt
 from asyncengine.delta import Delta
 from asyncengine.errors import EngineDeadError, EngineError
@@ -68,14 +68,15 @@ class Chat:
         with contextlib.suppress(ImportError):
             import_module("readline")  # importing it gives `input` line editing and history
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            model = runner.run(self._backend.open())
+            stack = contextlib.AsyncExitStack()
+            model, generate = runner.run(stack.enter_async_context(self._backend))
             try:
                 _say_dimly(f"{model}. {HELP}")
-                return self._converse(runner)
+                return self._converse(runner, generate)
             finally:
-                runner.run(self._backend.close())
+                runner.run(stack.aclose())
 
-    def _converse(self, runner: asyncio.Runner) -> int:
+    def _converse(self, runner: asyncio.Runner, generate: Generate) -> int:
         while True:
             try:
                 line = input("> " if sys.stdin.isatty() else "").strip()
@@ -93,7 +94,7 @@ class Chat:
                     self._messages = [*self._system]
                     continue
             try:
-                self._turn(runner, line)
+                self._turn(runner, generate, line)
             except EngineDeadError as error:
                 print(f"asyncengine: {error.message}", file=sys.stderr)
                 return 1
@@ -101,20 +102,20 @@ class Chat:
                 self._messages.pop()
                 print(f"asyncengine: {error.message}", file=sys.stderr)
 
-    def _turn(self, runner: asyncio.Runner, line: str) -> None:
+    def _turn(self, runner: asyncio.Runner, generate: Generate, line: str) -> None:
         self._messages.append({"role": "user", "content": line})
         answer = Answer()
         stopped = ""
         try:
-            runner.run(self._print_answer(answer))
+            runner.run(self._print_answer(generate, answer))
         except KeyboardInterrupt:
             stopped = "stopped; "
         self._messages.append({"role": "assistant", "content": answer.text})
         _say_dimly(f"\n{stopped}{answer.summary()}")
 
-    async def _print_answer(self, answer: Answer) -> None:
+    async def _print_answer(self, generate: Generate, answer: Answer) -> None:
         prompt = ChatPrompt(messages=self._messages)
-        async with contextlib.aclosing(self._backend.generate(prompt, self._params)) as deltas:
+        async with contextlib.aclosing(generate(prompt, self._params)) as deltas:
             async for delta in deltas:
                 answer.add(delta)
                 sys.stdout.write(delta.text.translate(CONTROL_CHARACTERS))

@@ -88,13 +88,7 @@ class Child:
 
     async def wait(self) -> int:
         """Wait, once, for the child's end; returns its code, which is negative for a signal."""
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self.pidfd, self.exited.set)
-        try:
-            await self.exited.wait()
-        finally:
-            loop.remove_reader(self.pidfd)
-            os.close(self.pidfd)
+        await wait_for_exit(self.pidfd, self.exited)
         return self.process.wait()
 
     def release(self) -> None:
@@ -133,6 +127,17 @@ def start_child(
         raise StartupError(f"cannot start {role}: {error}") from error
     now = time.monotonic()
     return Child(role, index, count, life, process, os.pidfd_open(process.pid), now, now, now)
+
+
+async def wait_for_exit(pidfd: int, exited: asyncio.Event) -> None:
+    """Wait for the end of a process, which sets `exited`; closes the descriptor."""
+    loop = asyncio.get_running_loop()
+    loop.add_reader(pidfd, exited.set)
+    try:
+        await exited.wait()
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
 
 
 async def stop_children(children: Sequence[Child], seconds: float) -> None:

@@ -215,7 +215,7 @@ async def _serve(config: EngineConfig, args: argparse.Namespace) -> None:
 
     tracing = make_tracing()
     async with contextlib.AsyncExitStack() as stack:
-        with ConsoleProgress() as progress:
+        with contextlib.closing(ConsoleProgress()) as progress:
             engine = await AsyncEngine.start(config, progress=progress, modules=args.modules)
             print("\n".join(report(engine.info)), file=sys.stderr, flush=True)
         stack.push_async_callback(engine.close)
@@ -239,7 +239,7 @@ async def _serve_with_workers(config: EngineConfig, args: argparse.Namespace, wo
     from asyncengine.startup_report import report
 
     async with contextlib.AsyncExitStack() as stack:
-        with ConsoleProgress() as progress:
+        with contextlib.closing(ConsoleProgress()) as progress:
             group = WorkerGroup(
                 config,
                 bind(args.host, args.port),
@@ -291,18 +291,18 @@ def check_port_free(host: str, port: int) -> None:
 
 def chat_command(args: argparse.Namespace) -> int:
     from asyncengine.chat import Chat
-    from asyncengine.chat_backends import Backend, EngineBackend, ServerBackend
+    from asyncengine.chat_backends import engine_backend, server_backend
     from asyncengine.engine import AsyncEngine
     from asyncengine.sampling import SamplingParams
 
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
     if params.max_tokens == 0:
         raise InvalidRequestError("a chat's max_tokens must be at least 1, got 0", param="max_tokens")
-    with ConsoleProgress() as progress:
+    with contextlib.closing(ConsoleProgress()) as progress:
         if args.url:
-            backend: Backend = ServerBackend(args.url, os.environ.get(API_KEY_VARIABLE))
+            backend = server_backend(args.url, os.environ.get(API_KEY_VARIABLE))
         else:
-            backend = EngineBackend(AsyncEngine.start(engine_config(args), progress=progress, modules=args.modules))
+            backend = engine_backend(AsyncEngine.start(engine_config(args), progress=progress, modules=args.modules))
         return Chat(backend, params, system=args.system).run()
 
 
@@ -311,12 +311,6 @@ class ConsoleProgress:
 
     def __init__(self) -> None:
         self._bar: tqdm.tqdm | None = None
-
-    def __enter__(self) -> ConsoleProgress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._close_bar()
 
     def update(self, role: str, index: int, phase: str, done: int, total: int) -> None:
         if not total or not sys.stderr.isatty():
@@ -331,7 +325,7 @@ class ConsoleProgress:
         self._bar.update(done - self._bar.n)
 
     def phase_done(self, role: str, index: int, phase: str, seconds: float) -> None:
-        self._close_bar()
+        self.close()
         self._print(role, index, phase, seconds)
 
     def ready(self, role: str, index: int, seconds: float) -> None:
@@ -341,7 +335,7 @@ class ConsoleProgress:
         name = f"{role} {index}" if index else role
         print(f"{name:<20} {phase:<32} {seconds:7.2f} s", file=sys.stderr, flush=True)
 
-    def _close_bar(self) -> None:
+    def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -8,7 +8,6 @@ import random
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from datetime import UTC, datetime
-from types import TracebackType
 from typing import Unpack
 from urllib.parse import quote
 
@@ -82,9 +81,7 @@ class AsyncClient:
         )
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

@@ -109,8 +109,6 @@ class _HealthJson(msgspec.Struct):
 
 
 _CHUNK = msgspec.json.Decoder(_ChunkJson)
-_MODELS = msgspec.json.Decoder(_ModelsJson)
-_HEALTH = msgspec.json.Decoder(_HealthJson)
 
 
 def request_body(
@@ -222,7 +220,7 @@ def delta_of(data: bytes) -> Delta | None:
 def models_of(body: bytes) -> list[str]:
     """Raises `EngineError`."""
     try:
-        return [model.id for model in _MODELS.decode(body).data]
+        return [model.id for model in msgspec.json.decode(body, type=_ModelsJson).data]
     except msgspec.DecodeError as error:
         raise EngineError(f"its list of models is not understood: {error}") from error
 
@@ -230,7 +228,7 @@ def models_of(body: bytes) -> list[str]:
 def health_of(body: bytes, status: int) -> Health:
     """Raises `EngineError`, as the server says for a refusal."""
     try:
-        told = _HEALTH.decode(body)
+        told = msgspec.json.decode(body, type=_HealthJson)
         if status == 200:
             return Health(state="ready")
         return msgspec.convert({"state": told.status, "detail": told.reason}, Health)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Literal, get_args, get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec.structs import force_setattr
@@ -115,20 +115,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("model", "served_model_name"):
             if getattr(self, name) == "":
                 raise StartupError(f"{name} must not be empty")
-        for name, allowed in (
-            ("device", Device),
-            ("dtype", DType),
-            ("load_format", LoadFormat),
-            ("scheduling_policy", SchedulingPolicy),
-            ("default_service_class", ServiceClass),
-            ("tool_call_parser", ToolCallParserName),
-            ("reasoning_parser", ReasoningParserName),
-        ):
-            if getattr(self, name) not in get_args(allowed):
-                raise StartupError(f"{name} must be one of {', '.join(get_args(allowed))}, got {getattr(self, name)!r}")
         for name, kind in get_type_hints(EngineConfig).items():
+            value = getattr(self, name)
+            if get_origin(kind) is Literal and value not in get_args(kind):
+                raise StartupError(f"{name} must be one of {', '.join(get_args(kind))}, got {value!r}")
             try:
-                msgspec.convert(getattr(self, name), kind)
+                msgspec.convert(value, kind)
             except msgspec.ValidationError as error:
                 raise StartupError(f"{name}: {error}") from None
         for name, low, high in (

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Generator, Mapping
-from types import TracebackType
 
 from asyncengine.config import EngineConfig, Role
 from asyncengine.engine_info import DRAINING, Health
@@ -54,9 +53,7 @@ class AsyncEngine(FrontEnd):
     async def __aenter__(self) -> AsyncEngine:
         return await self._start()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

@@ -15,40 +15,24 @@ from asyncengine.config import (
     ToolCallFormat,
 )
 from asyncengine.model_files import ResolvedModel
-from asyncengine.wire.reports import MemoryAccount, RunnerInfo, TokenizerInfo
+from asyncengine.wire.reports import RunnerInfo, TokenizerInfo
 
 HealthState = Literal["starting", "ready", "stalled", "recovering", "draining", "failed", "closed"]
 
 
-class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts of a started engine. model: the name it is served under. max_model_len: tokens, prompt plus answer.
+class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
+    """Facts of a started engine. model: the name it is served under.
 
     tool_call_format: how the model writes its calls, None if it does not or that is not known. reasoning: whether it
     may think before it answers. tag_tokens: tags of both that are tokens of its vocabulary.
-
-    The rest is as gpu_runner reports it: see `wire.reports.RunnerInfo`.
     """
 
     model: str
     model_path: str
-    architecture: str
-    device: str
-    dtype: str
-    vocab_size: int
-    max_model_len: int
-    num_pages: int
-    weight_bytes: int
-    kv_cache_bytes: int
-    memory: MemoryAccount = MemoryAccount()
-    num_host_pages: int = 0
     scheduling_policy: SchedulingPolicy = "fcfs"
     queue_timeout_seconds: float = DEFAULT_QUEUE_TIMEOUT_SECONDS
     request_timeout_seconds: float = DEFAULT_REQUEST_TIMEOUT_SECONDS
     refuse_unknown_fields: bool = False
-    num_graphs: int = 0
-    num_kernels: int = 0
-    kernels_compiled: int = 0
-    batch_invariant: bool = False
     has_chat_template: bool
     tool_call_format: ToolCallFormat | None = None
     reasoning: bool = False
@@ -78,6 +62,7 @@ def describe_engine(
     config: EngineConfig, model: ResolvedModel, runner: RunnerInfo, tokenizer: TokenizerInfo
 ) -> EngineInfo:
     """The facts out of what the processes said when they were ready."""
+    parser = config.tool_call_parser
     return EngineInfo(
         model=config.served_model_name or model.served_name,
         model_path=str(model.path),
@@ -86,18 +71,8 @@ def describe_engine(
         request_timeout_seconds=config.request_timeout_seconds,
         refuse_unknown_fields=config.refuse_unknown_fields,
         has_chat_template=tokenizer.has_chat_template,
-        tool_call_format=_tool_call_format(config, tokenizer),
+        tool_call_format=tokenizer.tool_call_format if parser == "auto" else None if parser == "none" else parser,
         reasoning=tokenizer.reasoning if config.reasoning_parser == "auto" else config.reasoning_parser == "think",
         tag_tokens=tokenizer.tag_tokens,
         **msgspec.structs.asdict(runner),
     )
-
-
-def _tool_call_format(config: EngineConfig, tokenizer: TokenizerInfo) -> ToolCallFormat | None:
-    """By the configuration or by the chat template."""
-    match config.tool_call_parser:
-        case "auto":
-            return tokenizer.tool_call_format
-        case "none":
-            return None
-    return config.tool_call_parser

@@ -50,9 +50,6 @@ class CrashingRequestError(EngineError):
 class EngineDeadError(EngineError):
     """A process of the engine died or the engine was closed while the request was in it."""
 
-    status = 500
-    type = "server_error"
-
 
 class StartupError(EngineError):
     """The engine could not start; the message is one sentence a person can act on."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Unpack
 
 from asyncengine.batch import Prompt, run_batch
@@ -49,7 +48,7 @@ class LLM:
         # there before the engine starts: an interrupt may come at any moment
         self._finalizer = weakref.finalize(self, _close, self._loop, self._engine)
         try:
-            self._loop.run(_start(self._engine))
+            self._loop.run(self._engine.__aenter__())
         except BaseException:
             self.close()
             raise
@@ -57,9 +56,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -169,10 +166,6 @@ class LLM:
             show_progress=use_tqdm,
         )
         return self._loop.run(work)
-
-
-async def _start(engine: AsyncEngine) -> None:
-    await engine
 
 
 def _close(loop: LoopThread, engine: AsyncEngine) -> None:

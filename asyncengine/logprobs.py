@@ -9,17 +9,15 @@ from itertools import pairwise
 import msgspec
 
 from asyncengine.wire.answers import LogprobColumns, PromptColumns
+from asyncengine.wire.frames import PromptLogprobs
 
 LOWEST_LOGPROB = -9999.0
 """Stands for anything smaller, minus infinity included, which JSON could not hold."""
 
 
-class TopLogprob(msgspec.Struct, frozen=True, gc=False):
-    """One of the most likely tokens at a position. token: its bytes; a part of a character may stand alone."""
-
+class _Token(msgspec.Struct, frozen=True, gc=False):
     token_id: int
     token: bytes
-    logprob: float
 
     @property
     def text(self) -> str:
@@ -27,53 +25,37 @@ class TopLogprob(msgspec.Struct, frozen=True, gc=False):
         return self.token.decode("utf-8", "replace")
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class TopLogprob(_Token, frozen=True, gc=False):
+    """One of the most likely tokens at a position. token: its bytes; a part of a character may stand alone."""
+
+    logprob: float
+
+
+class TokenLogprob(_Token, frozen=True, kw_only=True, gc=False):
     """A generated token. logprob: natural logarithm of its probability by the model's own logits, before bias,
     penalties and temperature. text_offset: characters of the choice's text before it. top: the most likely tokens at
     its position, falling; the token itself may or may not be among them."""
 
-    token_id: int
-    token: bytes
     logprob: float
     text_offset: int
     top: tuple[TopLogprob, ...] = ()
 
-    @property
-    def text(self) -> str:
-        """`token` for a person: U+FFFD where its bytes are no whole character."""
-        return self.token.decode("utf-8", "replace")
 
-
-class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class PromptLogprob(_Token, frozen=True, kw_only=True, gc=False):
     """A token of a prompt. logprob: as of a `TokenLogprob`, and rank: its place among all tokens, 1 the most likely;
     both None for the first token, which follows nothing. text_offset: characters of the text of the prompt's tokens
     before it, special tokens' included."""
 
-    token_id: int
-    token: bytes
     logprob: float | None
     rank: int | None
     text_offset: int
     top: tuple[TopLogprob, ...] = ()
 
-    @property
-    def text(self) -> str:
-        """`token` for a person: U+FFFD where its bytes are no whole character."""
-        return self.token.decode("utf-8", "replace")
-
 
 def unpack_prompt(columns: PromptColumns) -> list[PromptLogprob]:
     """Raises ValueError for columns that contradict each other."""
     prompt = columns.logprobs
-    items = [
-        TopLogprob(token_id, columns.token_bytes[start:end], max(logprob, LOWEST_LOGPROB))
-        for token_id, logprob, (start, end) in zip(
-            memoryview(prompt.ids).cast("i"),
-            memoryview(prompt.logprobs).cast("f"),
-            _spans(columns.token_ends),
-            strict=True,
-        )
-    ]
+    items = _items(prompt, columns)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     entries: list[PromptLogprob] = []
     text_offset = 0
@@ -96,15 +78,7 @@ def unpack_prompt(columns: PromptColumns) -> list[PromptLogprob]:
 def unpack(columns: LogprobColumns) -> Iterator[list[TokenLogprob]]:
     """Each request's entries in turn, as many lists as the `Deltas` has requests. Raises ValueError for columns that
     contradict each other."""
-    items = [
-        TopLogprob(token_id, columns.token_bytes[start:end], max(logprob, LOWEST_LOGPROB))
-        for token_id, logprob, (start, end) in zip(
-            memoryview(columns.ids).cast("i"),
-            memoryview(columns.logprobs).cast("f"),
-            _spans(columns.token_ends),
-            strict=True,
-        )
-    ]
+    items = _items(columns, columns)
     entries = [
         _entry(text_offset, items[start:end])
         for text_offset, (start, end) in zip(
@@ -113,6 +87,19 @@ def unpack(columns: LogprobColumns) -> Iterator[list[TokenLogprob]]:
     ]
     for start, end in _spans(columns.ends):
         yield entries[start:end]
+
+
+def _items(tokens: LogprobColumns | PromptLogprobs, texts: LogprobColumns | PromptColumns) -> list[TopLogprob]:
+    """All tokens of columns, those chosen and the most likely ones. texts: where the tokens' bytes are."""
+    return [
+        TopLogprob(token_id, texts.token_bytes[start:end], max(logprob, LOWEST_LOGPROB))
+        for token_id, logprob, (start, end) in zip(
+            memoryview(tokens.ids).cast("i"),
+            memoryview(tokens.logprobs).cast("f"),
+            _spans(texts.token_ends),
+            strict=True,
+        )
+    ]
 
 
 def _entry(text_offset: int, items: list[TopLogprob]) -> TokenLogprob:

@@ -43,9 +43,8 @@ class LoopThread:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """What `work` returns or raises. Raises `EngineDeadError` when the thread is or gets closed."""
         outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
-        running = (
-            threading.Lock()
-        )  # a bare lock: an interrupt while a Future is waited for can leave it locked for good
+        # a bare lock: an interrupt while a Future is waited for can leave it locked for good
+        running = threading.Lock()
         running.acquire()
         outcome.add_done_callback(lambda _: running.release())
         tasks: list[asyncio.Task[T]] = []

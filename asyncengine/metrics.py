@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,6 +31,7 @@ from asyncengine.request_terms import Target
 from asyncengine.tenant_table import TABLE_BYTES, TenantTable, TenantTokens, read_tenants
 from asyncengine.terms import DEFAULT_TERMS, Terms
 from asyncengine.timeline import Timeline
+from asyncengine.wire.shared_memory import make_memory, publish
 
 SUFFIX = ".metrics"
 NS = 1e-9
@@ -100,12 +100,9 @@ class Totals(msgspec.Struct, frozen=True):
 def make_block(run_dir: Path, worker: int) -> int:
     """The descriptor of a block of zeros for API process `worker`. Raises OSError where there is no memory for it."""
     path = run_dir / f"engine.{worker}{SUFFIX}"
-    on_linux = sys.platform == "linux"
-    # as the rings of accounts: pages of a file on a disk would make their writer wait for the disk now and then
-    fd = os.memfd_create(path.name) if on_linux else os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    os.ftruncate(fd, SIZE)
-    if on_linux:
-        path.symlink_to(f"/proc/{os.getpid()}/fd/{fd}")
+    fd, memory = make_memory(path, SIZE)
+    memory.close()
+    publish(fd, path)
     return fd
 
 

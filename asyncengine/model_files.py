@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -66,7 +65,7 @@ def _closed_folder(folder: Path) -> Path:
     allowed = [real]
     if real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--"):
         allowed.append(real.parent.parent / "blobs")
-    for path in sorted(set(_files_read(real))):
+    for path in sorted({path for pattern in HUB_FILES for path in real.glob(pattern)}):
         try:
             target = path.resolve(strict=True)
         except (OSError, RuntimeError):  # of a circle of links Python 3.11 and 3.12 say RuntimeError
@@ -76,11 +75,6 @@ def _closed_folder(folder: Path) -> Path:
         if not target.is_file() and not target.is_dir():
             raise StartupError(f"{path} is no plain file")
     return real
-
-
-def _files_read(folder: Path) -> Iterator[Path]:
-    for pattern in HUB_FILES:
-        yield from folder.glob(pattern)
 
 
 def _looks_like_a_path(name: str) -> bool:
@@ -113,8 +107,5 @@ def _download(hub_id: str) -> Path:
     except LocalEntryNotFoundError:
         raise StartupError(f"{hub_id} is not on this machine and Hugging Face cannot be reached") from None
     except Exception as error:  # a download fails in the ways of several HTTP libraries
-        raise StartupError(f"cannot download {hub_id} from Hugging Face: {_one_line(error)}") from error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise StartupError(f"cannot download {hub_id} from Hugging Face: {reason}") from error

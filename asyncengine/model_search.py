@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from asyncengine.api_keys import API_KEY_VARIABLE
-from asyncengine.child import describe_exit
+from asyncengine.child import describe_exit, wait_for_exit
 from asyncengine.errors import StartupError
 from asyncengine.model_files import ResolvedModel, is_on_hub, resolve_model
 from asyncengine.wire.sidecar import arm_life_line
@@ -39,7 +39,7 @@ async def find_model(name: str) -> ResolvedModel:
         start_new_session=True,  # a terminal's Ctrl-C is this process's to hear of
     )
     try:
-        await _exited(process.pid)
+        await wait_for_exit(os.pidfd_open(process.pid), asyncio.Event())
     finally:
         process.kill()
         answer, _ = process.communicate()
@@ -49,16 +49,6 @@ async def find_model(name: str) -> ResolvedModel:
     if found.error:
         raise StartupError(found.error)
     return ResolvedModel(Path(found.path), found.served_name)
-
-
-async def _exited(pid: int) -> None:
-    loop, exited, pidfd = asyncio.get_running_loop(), asyncio.Event(), os.pidfd_open(pid)
-    loop.add_reader(pidfd, exited.set)
-    try:
-        await exited.wait()
-    finally:
-        loop.remove_reader(pidfd)
-        os.close(pidfd)
 
 
 def main() -> None:

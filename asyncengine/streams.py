@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from asyncengine.delta import FINISH_REASONS, Delta
 from asyncengine.errors import EngineDeadError, EngineError
@@ -18,47 +19,29 @@ ENTRY_BYTES = 150
 """About what a token's log-probability takes here, and each of those beside it."""
 
 
+@dataclass(slots=True, eq=False)
 class _Choice:
     """One choice's news since the caller last looked, and what it has had so far: all its ids, the bytes of its text
     and the number of its log-probabilities, from which it can go on if a process is lost."""
 
-    __slots__ = (
-        "cached_tokens",
-        "differs_at",
-        "finish",
-        "first_seen",
-        "ids",
-        "last_seen",
-        "logprobs",
-        "marks",
-        "num_logprobs",
-        "prompt_logprobs",
-        "prompt_tokens",
-        "session_tokens",
-        "stamps",
-        "stop_reason",
-        "taken",
-        "text",
-        "text_bytes",
-    )
-
-    def __init__(self) -> None:
-        self.text = bytearray()  # UTF-8; every delta ends on a character border, so any concatenation decodes
-        self.text_bytes = 0
-        self.ids = array("i")
-        self.taken = 0  # of `ids`: the caller has them
-        self.logprobs: list[TokenLogprob] = []
-        self.num_logprobs = 0
-        self.prompt_logprobs: list[PromptLogprob] | None = None
-        self.finish = 0
-        self.stop_reason = -1
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.session_tokens: int | None = None  # as in `Delta`, and its `first_differing_token`
-        self.differs_at: int | None = None
-        self.stamps = (0, 0, 0)  # gpu_runner's: queued, started, first token
-        self.marks = b""  # gpu_runner's, as in `RowMarks`
-        self.first_seen = self.last_seen = 0  # ns
+    text: bytearray = field(default_factory=bytearray)
+    """UTF-8; every delta ends on a character border, so any concatenation decodes."""
+    text_bytes: int = 0
+    ids: array[int] = field(default_factory=lambda: array("i"))
+    taken: int = 0  # of `ids`: the caller has them
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_logprobs: int = 0
+    prompt_logprobs: list[PromptLogprob] | None = None
+    finish: int = 0
+    stop_reason: int = -1
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    session_tokens: int | None = None  # as in `Delta`, and its `first_differing_token`
+    differs_at: int | None = None
+    stamps: tuple[int, int, int] = (0, 0, 0)  # gpu_runner's: queued, started, first token
+    marks: bytes = b""  # gpu_runner's, as in `RowMarks`
+    first_seen: int = 0  # ns
+    last_seen: int = 0
 
 
 class RequestStream:

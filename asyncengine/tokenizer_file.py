@@ -30,7 +30,6 @@ class TokenizerFile:
     tokenizer: as the files define it; `encode` with special tokens applies their post-processor (BOS where the model
         wants one). chat_template: Jinja source, None if the model has none.
     special_tokens: text of `bos_token`, `eos_token`, ... , the variables a template may use.
-    special_ids: ids that `Tokenizer.decode(skip_special_tokens=True)` leaves out.
     vocab_size: one above the largest id the tokenizer knows. context_length: the model's own, in tokens, None if the
         files do not say.
     """
@@ -38,7 +37,6 @@ class TokenizerFile:
     tokenizer: Tokenizer
     chat_template: str | None
     special_tokens: dict[str, str]
-    special_ids: frozenset[int]
     vocab_size: int
     context_length: int | None
 
@@ -62,13 +60,11 @@ def _loaded(
     tokenizer.no_truncation()
     tokenizer.no_padding()
     added = tokenizer.get_added_tokens_decoder()
-    special_ids = frozenset(token for token, entry in added.items() if entry.special)
     size = tokenizer.get_vocab_size(with_added_tokens=False)
     return TokenizerFile(
         tokenizer=tokenizer,
         chat_template=chat_template,
         special_tokens=special_tokens,
-        special_ids=special_ids,
         vocab_size=max(size, *(token + 1 for token in added)) if added else size,
         context_length=context_length,
     )

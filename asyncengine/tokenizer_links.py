@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncengine.errors import OverloadedError
@@ -17,16 +18,14 @@ MAX_UNACKED_BYTES = 64 * 1024 * 1024
 bounded in bytes, not only in messages."""
 
 
+@dataclass(slots=True, eq=False)
 class TokenizerLink:
     """One tokenizer worker's pipe, the bytes of text sent to it that it has not acknowledged, and the questions that it
     has not answered, by rid. The pipe is another one after the worker was lost."""
 
-    __slots__ = ("questions", "sender", "unacked_bytes")
-
-    def __init__(self, sender: Sender) -> None:
-        self.sender = sender
-        self.unacked_bytes = 0
-        self.questions: dict[int, Question] = {}
+    sender: Sender
+    unacked_bytes: int = 0
+    questions: dict[int, Question] = field(default_factory=dict)
 
     def ask_again(self) -> None:
         """Send all unanswered questions once more. An answer that comes twice is dropped the second time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import msgspec
@@ -19,42 +20,26 @@ MAX_DELTAS_BYTES = 4 * 1024 * 1024
 MARK_BYTES = 16
 
 
+@dataclass(slots=True, eq=False)
 class PendingDelta:
     """New text and ids of one request since its last `Deltas` entry. `queued`: it waits in its outbox. `opened`: its
     `Open`, until the first entry has been sent; and so `prompt`, if it was asked for. `marks`: as in `RowMarks`.
     `shown`: bytes at the beginning of `text`, and of what follows it, that the caller has already and that are not
     sent."""
 
-    __slots__ = (
-        "cached_tokens",
-        "finish",
-        "ids",
-        "logprobs",
-        "marks",
-        "opened",
-        "prompt",
-        "prompt_tokens",
-        "queued",
-        "rid",
-        "shown",
-        "stop_reason",
-        "text",
-    )
-
-    def __init__(self, opened: Open) -> None:
-        self.rid = opened.rid
-        self.prompt_tokens = opened.prompt_tokens
-        self.cached_tokens = opened.cached_tokens
-        self.opened: Open | None = opened
-        self.prompt: PromptColumns | None = None
-        self.shown = opened.shown
-        self.marks = b""
-        self.text: list[str] = []
-        self.ids: list[int] = []
-        self.logprobs: ShownLogprobs | None = None
-        self.finish = int(Finish.NONE)
-        self.stop_reason = -1
-        self.queued = False
+    rid: int
+    prompt_tokens: int
+    cached_tokens: int
+    shown: int
+    opened: Open | None
+    prompt: PromptColumns | None = None
+    marks: bytes = b""
+    text: list[str] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    logprobs: ShownLogprobs | None = None
+    finish: int = int(Finish.NONE)
+    stop_reason: int = -1
+    queued: bool = False
 
 
 class DeltaOutbox:

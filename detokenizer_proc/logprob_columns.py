@@ -11,14 +11,6 @@ from asyncengine.wire.answers import LogprobColumns, PromptColumns
 from asyncengine.wire.frames import PromptLogprobs, StepFrame
 
 
-class StepLogprob(NamedTuple):
-    """What a frame has for one of its rows: `logprobs[0]` is the row's token's, the others belong to `top_ids`."""
-
-    row: int
-    top_ids: list[int]
-    logprobs: list[float]
-
-
 class Entry(NamedTuple):
     """A token's items: itself and the most likely ones, with their bytes."""
 
@@ -58,8 +50,9 @@ class ShownLogprobs:
         self.token_sizes.extend(map(len, entry.tokens))
 
 
-def step_logprobs(frame: StepFrame) -> Iterator[StepLogprob]:
-    """Rows of `frame` that have log-probabilities, ascending."""
+def step_logprobs(frame: StepFrame) -> Iterator[tuple[int, list[int], list[float]]]:
+    """Rows of `frame` that have log-probabilities, ascending, with their most likely tokens' ids, and their own token's
+    log-probability ahead of those tokens'."""
     top_ids, top_logprobs = memoryview(frame.top_ids).cast("i"), memoryview(frame.top_logprobs).cast("f")
     start = 0
     for row, logprob, end in zip(
@@ -68,7 +61,7 @@ def step_logprobs(frame: StepFrame) -> Iterator[StepLogprob]:
         memoryview(frame.top_ends).cast("i"),
         strict=True,
     ):
-        yield StepLogprob(row, top_ids[start:end].tolist(), [logprob, *top_logprobs[start:end]])
+        yield row, top_ids[start:end].tolist(), [logprob, *top_logprobs[start:end]]
         start = end
 
 
@@ -78,11 +71,9 @@ def prompt_columns(prompt: PromptLogprobs, token_bytes: Callable[[int], bytes]) 
     return PromptColumns(0, prompt, b"".join(pieces), _ends(map(len, pieces)))
 
 
-def to_wire(requests: Sequence[ShownLogprobs | None]) -> LogprobColumns | None:
-    """The columns of all requests of a message, in order; None when none of them has any."""
+def to_wire(requests: Sequence[ShownLogprobs | None]) -> LogprobColumns:
+    """The columns of all requests of a message, in order."""
     parts = [part for part in requests if part is not None]
-    if not parts:
-        return None
     return LogprobColumns(
         ends=_ends([0 if part is None else part.num_entries for part in requests]),
         text_offsets=b"".join([part.text_offsets.tobytes() for part in parts]),

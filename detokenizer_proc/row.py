@@ -30,7 +30,7 @@ class Row:
         self.include_stop = options.include_stop_str_in_output
         self.no_output = options.no_output
         self.outbox = outbox
-        self.delta = PendingDelta(opened)
+        self.delta = PendingDelta(opened.rid, opened.prompt_tokens, opened.cached_tokens, opened.shown, opened)
         self.gate: StopSearch | LogprobGate | None = LogprobGate(search, self.delta) if options.logprobs else search
 
     def unstage(self) -> None:

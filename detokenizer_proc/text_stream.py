@@ -9,23 +9,12 @@ from __future__ import annotations
 
 from codecs import utf_8_decode
 from collections.abc import Sequence
-from typing import Protocol
 
 from tokenizers import Tokenizer
 
 from detokenizer_proc.byte_table import ByteTable
 
 REPLACEMENT = "\ufffd"
-
-
-class TextStream(Protocol):
-    def push(self, token: int) -> str:
-        """The text that `token` completes. The token must lie in the vocabulary."""
-        ...
-
-    def flush(self) -> str:
-        """What is left at the end: U+FFFD for an incomplete character."""
-        ...
 
 
 class TableStream:
@@ -52,12 +41,14 @@ class TableStream:
             self.flush()
 
     def push(self, token: int) -> str:
+        """The text that `token` completes. The token must lie in the vocabulary."""
         data = self._pending + self._pieces[token] if self._pending else self._pieces[token]
         text, used = utf_8_decode(data, self._errors, False)
         self._pending = data[used:]
         return self._strip_start(text) if self._strip_left and text else text
 
     def flush(self) -> str:
+        """What is left at the end: U+FFFD for an incomplete character."""
         text, _ = utf_8_decode(self._pending, self._errors, True)
         self._pending = b""
         return self._strip_start(text) if self._strip_left and text else text
@@ -71,7 +62,7 @@ class TableStream:
 
 
 class WindowStream:
-    """For decoders that look at neighbouring tokens: decodes a short window twice and takes the difference.
+    """The same for decoders that look at neighbouring tokens: decodes a short window twice and takes the difference.
 
     The window starts at the last cut but one, so that the tokens before the newest are context. The idea is that of
     `tokenizers.decoders.DecodeStream`, which itself cannot be used: it has no flush, and it raises when a decoder takes
@@ -113,3 +104,6 @@ class WindowStream:
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._window, skip_special_tokens=False)
+
+
+TextStream = TableStream | WindowStream

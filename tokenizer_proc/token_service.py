@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from asyncengine.errors import InvalidRequestError
 from asyncengine.wire.answers import Detokenized, Failed, Tokenized
 from asyncengine.wire.pipes import MAX_MESSAGE_BYTES
@@ -44,7 +42,7 @@ class TokenService:
             raise InvalidRequestError(f"the {param} cannot be tokenized", param=param)
         self._check_size(len(ids), len(ids) * (self._vocabulary.max_token_bytes if question.texts else 4), param)
         texts = tuple(self._vocabulary.token_text(token) for token in ids.tolist()) if question.texts else ()
-        return Tokenized(question.rid, ids.astype(np.int32).tobytes(), texts)
+        return Tokenized(question.rid, ids.tobytes(), texts)
 
     def _text(self, data: bytes) -> str:
         ids = read_ids(data)

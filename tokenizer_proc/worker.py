@@ -7,12 +7,11 @@ engine.w  --EncodeText|EncodeIds|EncodeChat|Abort|Relink-->  tokenizer.i  --Gene
 from __future__ import annotations
 
 import time
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 from asyncengine.config import SidecarConfig, worker_key
 from asyncengine.errors import InvalidRequestError, StartupError
@@ -77,7 +76,6 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
     # a pipe of its own, for no two threads may share one
     pulse = Pulse(partial(report_life, Reporter(pipes, config.role, config.index, config.life)))
     worker = Worker(
-        index=config.index,
         encoder=encoder,
         service=service,
         pipes=pipes,
@@ -88,7 +86,6 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
     )
     reporter.ready(
         TokenizerInfo(
-            vocab_size=vocabulary.size,
             has_chat_template=template is not None,
             tool_call_format=tool_call_format(source or ""),
             reasoning=writes_reasoning(source or ""),
@@ -132,7 +129,6 @@ class Worker:
     def __init__(
         self,
         *,
-        index: int,
         encoder: PromptEncoder,
         service: TokenService,
         pipes: Pipes,
@@ -146,7 +142,6 @@ class Worker:
         again and again meanwhile."""
         self._wary = wary
         self._alive = alive
-        self._index = index
         self._ring = ring
         self._encoder = encoder
         self._service = service
@@ -171,17 +166,17 @@ class Worker:
             else:
                 arrived.append(message)
         aborted = {message.rid for message in arrived if isinstance(message, Abort)}
-        kept = [message for message in arrived if not isinstance(message, Job) or not _all_aborted(message, aborted)]
-        jobs = [message for message in kept if isinstance(message, Job)]
+        jobs = [message for message in arrived if isinstance(message, Job) and not _all_aborted(message, aborted)]
         if self._wary:
             jobs, questions = self._without_dangerous(jobs, questions)
-            safe = {job.rid for job in jobs}
-            kept = [message for message in kept if not isinstance(message, Job) or message.rid in safe]
-        outcomes = iter(self._encoder.encode(jobs))
+        outcomes = dict(zip((job.rid for job in jobs), self._encoder.encode(jobs), strict=True))
         middle, tokens = time.monotonic_ns(), self._counts["prompt_tokens"]
         encoded: defaultdict[ApiProcess, list[Generate]] = defaultdict(list)
-        for message in kept:
-            outcome = next(outcomes) if isinstance(message, Job) else message
+        for message in arrived:
+            outcome = outcomes.get(message.rid) if isinstance(message, Job) else message
+            if outcome is None:
+                self._counts["dropped"] += 1
+                continue
             if isinstance(outcome, Failed):
                 self._engines.send(outcome.rid, outcome)
                 self._counts["failed"] += 1
@@ -197,7 +192,6 @@ class Worker:
                 encoded[minter(outcome.rid)].append(outcome)
         for requests in encoded.values():
             self._report(requests)
-        self._counts["dropped"] += len(arrived) - len(kept)
         for question in questions:
             self._engines.send(question.rid, self._service.answer(question))
         self._counts["questions"] += len(questions)
@@ -243,12 +237,10 @@ class Worker:
 
     def _report(self, requests: list[Generate]) -> None:
         """Tell the API worker of all of `requests` that they are on their way."""
-        num_tokens = np.array([len(request.ids) // 4 for request in requests], dtype=np.int32)
-        rids = np.array([request.rid for request in requests], dtype=np.uint64)
-        encoded = Encoded(self._index, rids.tobytes(), num_tokens.tobytes(), time.monotonic_ns())
-        self._engines.send(requests[0].rid, encoded)
+        rids = array("Q", [request.rid for request in requests])
+        self._engines.send(requests[0].rid, Encoded(rids.tobytes(), time.monotonic_ns()))
         self._counts["requests"] += len(requests)
-        self._counts["prompt_tokens"] += int(num_tokens.sum())
+        self._counts["prompt_tokens"] += sum(len(request.ids) for request in requests) // 4
 
 
 def _all_aborted(job: Job, aborted: set[int]) -> bool:

@@ -150,7 +150,7 @@ def bench_command(args: argparse.Namespace) -> int:
             raise EngineError(f"cannot write {args.json}: {error.strerror}") from None
     args.model = args.model or first_model(args)
     allow_many_connections()
-    records, cpu_share = asyncio.run(load(args, jobs))
+    records, cpu_share = asyncio.run(load(args, jobs, sent.concurrency))
     summary = {
         "model": args.model,
         "load": msgspec.to_builtins(sent),

@@ -25,18 +25,16 @@ BEFORE_START_S = 0.1
 """Between the word to start and the start: every process has heard it by then."""
 
 
-async def load(args: argparse.Namespace, jobs: list[Job]) -> tuple[list[Record], float]:
-    """Every request's record, and the largest share of a core that a client process used."""
-    concurrency = args.concurrency if not (args.rate or args.trace) else None
+async def load(args: argparse.Namespace, jobs: list[Job], concurrency: int | None) -> tuple[list[Record], float]:
+    """Every request's record, and the largest share of a core that a client process used. concurrency: as in `Task`."""
     processes = min(args.processes, len(jobs), concurrency or len(jobs))
     url = urlsplit(args.url)
-    headers = api_key_header(args)
     tasks = [
         Task(
             host=url.hostname or "127.0.0.1",
             port=url.port or 80,
-            path=f"{url.path.rstrip('/')}/v1/completions",
-            headers=headers,
+            path=f"{url.path}/v1/completions",
+            headers=api_key_header(args),
             model=args.model,
             jobs=share,
             concurrency=lanes,
@@ -99,7 +97,7 @@ def api_key_header(args: argparse.Namespace) -> dict[str, str]:
 
 def first_model(args: argparse.Namespace) -> str:
     """Raises `EngineError`."""
-    request = urllib.request.Request(f"{args.url.rstrip('/')}/v1/models", headers=api_key_header(args))
+    request = urllib.request.Request(f"{args.url}/v1/models", headers=api_key_header(args))
     try:
         with urllib.request.urlopen(request, timeout=30) as response:
             name: str = json.load(response)["data"][0]["id"]

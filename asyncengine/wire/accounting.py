@@ -130,9 +130,6 @@ class RingWriter(Generic[Record]):
 class RingReader(Generic[Record]):
     """Reads a ring that may be written to meanwhile, or whose writer may be gone."""
 
-    _capacity: int
-    _words: int
-
     def __init__(self, path: Path, kind: type[Record]) -> None:
         """Raises `RingError`, and OSError where there is no such file (any more)."""
         self._kind: type[Record] = kind
@@ -142,17 +139,16 @@ class RingReader(Generic[Record]):
             self._identity, size = (status.st_dev, status.st_ino), status.st_size
             if size < HEADER.size:
                 raise RingError(f"{path} is too short for a ring")
+            magic, version, words, capacity, self.pid, self.index, role, *_ = HEADER.unpack(file.read(HEADER.size))
+            if (magic, version, words) != (MAGIC, VERSION, len(kind._fields)):
+                raise RingError(f"{path} is no ring of {kind.__name__}s in version {VERSION}")
+            if capacity < 1 or size != HEADER.size + 8 * words * capacity:
+                raise RingError(f"{path} has {size} bytes, which is not what its header says")
             self._memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
-        magic, version, words, self._capacity, self.pid, self.index, role, *_ = HEADER.unpack_from(self._memory)
-        self.role = role.rstrip(b"\0").decode("utf-8", "replace")
-        if (magic, version, words) != (MAGIC, VERSION, len(kind._fields)):
-            self._memory.close()
-            raise RingError(f"{path} is no ring of {kind.__name__}s in version {VERSION}")
-        if self._capacity < 1 or size != HEADER.size + 8 * words * self._capacity:
-            self._memory.close()
-            raise RingError(f"{path} has {size} bytes, which is not what its header says")
+        self.role: str = role.rstrip(b"\0").decode("utf-8", "replace")
         self._cells = memoryview(self._memory).cast("q")
-        self._words = words
+        self._words: int = words
+        self._capacity: int = capacity
         self._end = kind._fields.index("end")
 
     @property

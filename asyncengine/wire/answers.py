@@ -90,12 +90,10 @@ class Deltas(Wire, frozen=True, tag=30):
 
 
 class Encoded(Wire, frozen=True, tag=31):
-    """A batch of prompts left tokenizer worker `index` for gpu_runner. rids: uint64 [K]; num_tokens: int32 [K]. at_ns:
-    when, by CLOCK_MONOTONIC; 0 = not told."""
+    """A batch of prompts left the tokenizer for gpu_runner. rids: uint64 [K]. at_ns: when, by CLOCK_MONOTONIC; 0 = not
+    told."""
 
-    index: int
     rids: bytes
-    num_tokens: bytes
     at_ns: int = 0
 
 

@@ -27,8 +27,6 @@ class Ready(Wire, frozen=True, tag=41):
 
     role: str
     index: int
-    pid: int
-    seconds: float
     info: dict[str, Any]
     life: int = 0
 
@@ -73,9 +71,9 @@ class MemoryAccount(msgspec.Struct, frozen=True, kw_only=True):
 class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """`Ready.info` of gpu_runner (convert with `msgspec.convert`).
 
-    num_host_pages: KV pages that host memory has room for, all of them usable.
-    num_graphs, num_kernels: captured, and launched by them; 0 on a CPU. kernels_compiled: those that were not in the
-    kernel cache. batch_invariant: see `EngineConfig`.
+    max_model_len: tokens, prompt plus answer. num_host_pages: KV pages that host memory has room for, all of them
+    usable. num_graphs, num_kernels: captured, and launched by them; 0 on a CPU. kernels_compiled: those that were not
+    in the kernel cache. batch_invariant: see `EngineConfig`.
     """
 
     device: str
@@ -95,13 +93,9 @@ class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """`Ready.info` of tokenizer_proc. vocab_size: ids the tokenizer can produce.
+    """`Ready.info` of tokenizer_proc. tool_call_format, reasoning: how answers are written, as far as the chat template
+    shows it. tag_tokens: tags of such formats that are tokens of their own."""
 
-    tool_call_format, reasoning: how answers are written, as far as the chat template shows it. tag_tokens: tags of such
-    formats that are tokens of their own.
-    """
-
-    vocab_size: int
     has_chat_template: bool
     tool_call_format: ToolCallFormat | None = None
     reasoning: bool = False

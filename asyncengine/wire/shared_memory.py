@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 from pathlib import Path
 
 
@@ -16,7 +15,7 @@ def make_memory(path: Path, size: int) -> tuple[int, mmap.mmap]:
     """`size` bytes of zeros, every page of them there, to be found at `path` once `publish`ed. The descriptor must stay
     open for as long as somebody is to find them. What was at `path` is gone; whoever has that open keeps it."""
     path.unlink(missing_ok=True)
-    fd = os.memfd_create(path.name) if sys.platform == "linux" else _plain_file(_draft(path))
+    fd = os.memfd_create(path.name)
     os.ftruncate(fd, size)
     memory = mmap.mmap(fd, size)
     memory[:] = bytes(size)
@@ -25,15 +24,6 @@ def make_memory(path: Path, size: int) -> tuple[int, mmap.mmap]:
 
 def publish(fd: int, path: Path) -> None:
     """Last, so that whoever finds it finds it whole."""
-    draft = _draft(path)
-    if sys.platform == "linux":
-        draft.symlink_to(f"/proc/{os.getpid()}/fd/{fd}")
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft.symlink_to(f"/proc/{os.getpid()}/fd/{fd}")
     draft.replace(path)
-
-
-def _draft(path: Path) -> Path:
-    return path.with_name(f"{path.name}.{os.getpid()}")
-
-
-def _plain_file(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)

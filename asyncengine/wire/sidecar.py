@@ -41,7 +41,6 @@ class Reporter:
     def __init__(self, pipes: Pipes, role: Role, index: int, life: int) -> None:
         self._sender = pipes.sender("supervisor")
         self._role, self._index, self._life = role, index, life
-        self._started = time.monotonic()
         self._last_heartbeat = 0.0
 
     def progress(self, phase: str, done: int = 0, total: int = 0) -> None:
@@ -50,8 +49,7 @@ class Reporter:
     def ready(self, info: msgspec.Struct | None = None) -> None:
         """Announce that work sent from now on is served; `info` is the role's `*Info` Struct."""
         facts: dict[str, Any] = {} if info is None else msgspec.structs.asdict(info)
-        seconds = time.monotonic() - self._started
-        self._sender.send(Ready(self._role, self._index, os.getpid(), seconds, facts, self._life))
+        self._sender.send(Ready(self._role, self._index, facts, self._life))
 
     def heartbeat_due(self) -> bool:
         """True at most every `HEARTBEAT_SECONDS`; ask before collecting gauges."""
@@ -109,8 +107,7 @@ def _stop(*_: object) -> None:
 
 def arm_life_line() -> None:
     """Have the kernel SIGKILL this process when its parent dies. Had it died before this line, stdin's end tells."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def write_config(stream: Any, config: msgspec.Struct) -> None:

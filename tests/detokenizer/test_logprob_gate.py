@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncengine.wire.frames import Open
 from detokenizer_proc.deltas import PendingDelta
 from detokenizer_proc.logprob_columns import Entry
 from detokenizer_proc.logprob_gate import LogprobGate
@@ -20,7 +19,7 @@ class Row:
     """Texts of tokens, numbered from 0, go in; what is shown comes out."""
 
     def __init__(self, *stop: str, include_stop: bool = False) -> None:
-        self.delta = PendingDelta(Open(0, 0, 1, b"", 0, 0))
+        self.delta = PendingDelta(1, 0, 0, 0, None)
         search = StopSearch(StopAutomaton(stop), include_stop=include_stop) if stop else None
         self.gate = LogprobGate(search, self.delta)
         self._tokens = 0

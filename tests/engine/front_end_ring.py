@@ -48,7 +48,7 @@ def rids(*values: int) -> bytes:
 
 
 def encoded(rid: int, *, at_ns: int = 0) -> Encoded:
-    return Encoded(0, rids(rid), int32(3), at_ns)
+    return Encoded(rids(rid), at_ns)
 
 
 def deltas(

@@ -266,7 +266,7 @@ async def test_a_server_is_loaded_by_several_processes(
     name = args.service_class
     jobs = [Job(index, index / 400, 10 + index, 3 if index == 4 else 8, name) for index in range(10)]
     async with server:
-        records, cpu_share = await load(args, jobs)
+        records, cpu_share = await load(args, jobs, None if args.rate else args.concurrency)
     summary = summarize(records)
     assert (summary["ok"], summary["failures"], summary["output_tokens"]) == (9, {"HTTP 503": 1}, 72)
     assert sorted(map(len, prompts)) == [10 + index for index in range(10)]

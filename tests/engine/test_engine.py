@@ -329,7 +329,7 @@ async def test_frames_that_make_no_sense_are_dropped(engine: AsyncEngine) -> Non
     for size in (3, 8):  # which no sender of ours could make
         columns = [bytes(size), b"", bytes(3), b"", b"", b"", b"", b"", b""]
         intruder.socket.send(msgspec.msgpack.encode([Deltas.__struct_config__.tag, *columns]))
-    intruder.socket.send(msgspec.msgpack.encode([Encoded.__struct_config__.tag, 0, bytes(5), b""]))
+    intruder.socket.send(msgspec.msgpack.encode([Encoded.__struct_config__.tag, bytes(5)]))
     intruder.send(Failed(2**55, 400, "nobody's", "", None))
     assert engine._receiver is not None
     receiver = engine._receiver

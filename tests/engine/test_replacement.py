@@ -219,7 +219,7 @@ async def test_what_a_lost_process_still_says_is_not_heard_as_its_successors(ord
         await until(lambda: supervisor.recovering() != [])
         pipes = Pipes(supervisor.run_dir)
         sender = pipes.sender("supervisor")
-        sender.send(Ready("gpu_runner", 0, 1, 0.0, {}))
+        sender.send(Ready("gpu_runner", 0, {}))
         sender.send(Heartbeat("gpu_runner", 0, {"running": 5}))
         sender.send(Fatal("gpu_runner", 0, "no"))
         sender.send(Heartbeat("tokenizer_proc", 0, {"seen": 1}))

@@ -77,6 +77,6 @@ def test_an_account_arrives_as_it_was_sent() -> None:
         memory=MemoryAccount(total_bytes=9, limit_bytes=8, used_bytes=7),
         num_graphs=3,
     )
-    ready = Ready("gpu_runner", 0, 1, 0.5, msgspec.structs.asdict(sent))
+    ready = Ready("gpu_runner", 0, msgspec.structs.asdict(sent))
     received = msgspec.msgpack.decode(msgspec.msgpack.encode(ready), type=Ready)
     assert msgspec.convert(received.info, RunnerInfo) == sent

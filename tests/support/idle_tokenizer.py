@@ -11,7 +11,7 @@ from asyncengine.wire.sidecar import Reporter, run_sidecar
 
 
 def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
-    play(config, reporter, TokenizerInfo(vocab_size=49152, has_chat_template=False))
+    play(config, reporter, TokenizerInfo(has_chat_template=False))
 
 
 if __name__ == "__main__":

@@ -84,7 +84,6 @@ def test_a_role_cannot_become_a_control_token_by_what_the_template_puts_around_i
         tokenizer=tokenizer,
         chat_template=None,
         special_tokens={},
-        special_ids=frozenset({1, 2, 3}),
         vocab_size=4,
         context_length=None,
     )

@@ -71,7 +71,7 @@ def as_gguf(folder: Path, path: Path, pre: str) -> TokenizerFile:
 
 def test_the_default_models_file_gives_its_tokenizer_template_and_context_length() -> None:
     file = load_tokenizer(str(default_model_file()))
-    assert (file.vocab_size, file.context_length, len(file.special_ids)) == (49152, 8192, 17)
+    assert (file.vocab_size, file.context_length) == (49152, 8192)
     assert file.special_tokens["eos_token"] == "<|im_end|>"
     assert file.chat_template is not None
     assert "You are a helpful AI assistant named SmolLM" in file.chat_template
@@ -92,7 +92,9 @@ def test_a_gguf_tokenizer_equals_the_folder_it_was_made_from(tmp_path: Path, nam
 def test_gguf_tokens_marked_control_or_user_defined_are_found_in_text(tmp_path: Path) -> None:
     file = load_tokenizer(str(write_gguf(tmp_path / "m.gguf")))
     assert file.tokenizer.encode("ab<|end|>ba<tool> ").ids == [2, 3, 1, 0, 4, 5]
-    assert (file.special_ids, file.vocab_size, file.context_length) == (frozenset({3}), 6, 77)
+    added = file.tokenizer.get_added_tokens_decoder()
+    assert [token for token, entry in added.items() if entry.special] == [3]
+    assert (file.vocab_size, file.context_length) == (6, 77)
     assert file.special_tokens == {"eos_token": "<|end|>"}
 
 

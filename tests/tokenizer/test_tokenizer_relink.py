@@ -71,9 +71,7 @@ def make_worker(loaded: Callable[[str], Any], place: Place) -> Iterator[Callable
     encoder = PromptEncoder(vocabulary=model.vocabulary, template=model.template, max_model_len=64)
     service = TokenService(model.vocabulary, encoder)
     ring = RingWriter(place.run_dir, "tokenizer_proc", 0, TurnRecord)
-    yield lambda runner_life: Worker(
-        index=0, encoder=encoder, service=service, pipes=pipes, ring=ring, runner_life=runner_life
-    )
+    yield lambda runner_life: Worker(encoder=encoder, service=service, pipes=pipes, ring=ring, runner_life=runner_life)
     pipes.close()
 
 
