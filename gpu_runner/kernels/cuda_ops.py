@@ -48,27 +48,23 @@ class CudaOps:
         device: torch.device,
         *,
         scratch: linear.SplitScratch | None = None,
-        pdl: bool = True,
         choose: Callable[[Tensor, Tensor], LinearConfig | None] = _chosen,
     ) -> None:
         """scratch: large enough for what `choose` names, None where that shares no tiles. choose: how to compute
         x @ weight.T, of x and weight; None: with cuBLAS."""
-        self._pdl = pdl
         self._rotation: tuple[Tensor, Tensor] | None = None
         self._choose = choose
         self._scratch = scratch
 
     @classmethod
-    def for_weights(
-        cls, shapes: Iterable[tuple[int, int]], *, max_tokens: int, device: torch.device, pdl: bool = True
-    ) -> CudaOps:
+    def for_weights(cls, shapes: Iterable[tuple[int, int]], *, max_tokens: int, device: torch.device) -> CudaOps:
         """For a model whose linear layers, the head too, have weights of these shapes, [N, K]."""
         values, tiles = largest_scratch(shapes, max_tokens)
         scratch = linear.SplitScratch.allocate(max_values=values, max_tiles=tiles, device=device)
-        return cls(device, scratch=scratch, pdl=pdl)
+        return cls(device, scratch=scratch)
 
     def embed(self, token_ids: Tensor, embedding: Tensor, *, out: Tensor | None = None) -> Tensor:
-        return norm_rope.embedding(token_ids, embedding, out=out, pdl=self._pdl)
+        return norm_rope.embedding(token_ids, embedding, out=out)
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
         config = self._choose(x, weight)
@@ -76,10 +72,10 @@ class CudaOps:
             return F.linear(self.rms_norm(x, norm, eps), weight, bias)
         out = x.new_empty(len(x), len(weight))
         if isinstance(config, FmaConfig):
-            linear.norm_linear(x, norm, eps, weight, out=out, config=config, bias=bias, pdl=self._pdl)
+            linear.norm_linear(x, norm, eps, weight, out=out, config=config, bias=bias)
         else:
             x = self.rms_norm(x, norm, eps)
-            linear.linear(x, weight, out=out, config=config, bias=bias, scratch=self._scratch, pdl=self._pdl)
+            linear.linear(x, weight, out=out, config=config, bias=bias, scratch=self._scratch)
         return out
 
     def attend(
@@ -114,7 +110,6 @@ class CudaOps:
                 k_norm=k_norm,
                 eps=eps,
                 scale=scale,
-                pdl=self._pdl,
             )
             return out
         q = norm_rope.qk_norm_rope_write(
@@ -123,12 +118,11 @@ class CudaOps:
             q_norm=q_norm,
             k_norm=k_norm,
             eps=eps,
-            pdl=self._pdl,
         )
         out = torch.empty_like(q)
-        decode_attention(q, kv_layer, out, work, counts=counts, page_table=table, scale=scale, pdl=self._pdl)
+        decode_attention(q, kv_layer, out, work, counts=counts, page_table=table, scale=scale)
         if meta.prefill:
-            prefill_attention(q, kv_layer, out, work, page_table=table, scale=scale, pdl=self._pdl)
+            prefill_attention(q, kv_layer, out, work, page_table=table, scale=scale)
         return out
 
     def _rotations(self, inv_freq: Tensor, capacity: int) -> Tensor:
@@ -141,7 +135,7 @@ class CudaOps:
     def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
         config = self._choose(x, weight)
         if config is not None:
-            linear.linear_add(x, weight, residual, config=config, bias=bias, scratch=self._scratch, pdl=self._pdl)
+            linear.linear_add(x, weight, residual, config=config, bias=bias, scratch=self._scratch)
         elif bias is None:
             torch.addmm(residual, x, weight.t(), out=residual)
         else:
@@ -150,17 +144,17 @@ class CudaOps:
     def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
         config = self._choose(x, weight)
         if config is None:
-            return norm_rope.silu_mul(F.linear(self.rms_norm(x, norm, eps), weight, bias), pdl=self._pdl)
+            return norm_rope.silu_mul(F.linear(self.rms_norm(x, norm, eps), weight, bias))
         out = x.new_empty(len(x), len(weight) // 2)
         if isinstance(config, FmaConfig):
-            linear.norm_gate_up(x, norm, eps, weight, out=out, config=config, bias=bias, pdl=self._pdl)
+            linear.norm_gate_up(x, norm, eps, weight, out=out, config=config, bias=bias)
         else:
             x = self.rms_norm(x, norm, eps)
-            linear.gate_up(x, weight, out=out, config=config, bias=bias, scratch=self._scratch, pdl=self._pdl)
+            linear.gate_up(x, weight, out=out, config=config, bias=bias, scratch=self._scratch)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return norm_rope.rms_norm(x, weight, eps, pdl=self._pdl)
+        return norm_rope.rms_norm(x, weight, eps)
 
     def logits(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
         config = self._choose(hidden, lm_head)
@@ -169,5 +163,5 @@ class CudaOps:
                 return torch.mm(hidden, lm_head.t())
             return torch.mm(hidden, lm_head.t(), out_dtype=torch.float32)
         out = hidden.new_empty(len(hidden), len(lm_head), dtype=torch.float32)
-        linear.linear(hidden, lm_head, out=out, config=config, scratch=self._scratch, pdl=self._pdl)
+        linear.linear(hidden, lm_head, out=out, config=config, scratch=self._scratch)
         return out

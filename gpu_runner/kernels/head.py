@@ -9,6 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpu_runner.kernels.head_config import NUM_SMS, HeadConfig
 from gpu_runner.kernels.head_kernel import NOTHING, head_argmax_kernel
+from gpu_runner.kernels.launch import launch_options
 from gpu_runner.kernels.step_meta import SlotState, StepMeta
 
 MIN_TOKENS = 16
@@ -21,9 +22,8 @@ class HeadSampler:
     is that small. They do not depend on the number of rows, nor on a row's place among them.
     """
 
-    def __init__(self, *, max_rows: int, device: torch.device, pdl: bool = True) -> None:
+    def __init__(self, *, max_rows: int, device: torch.device) -> None:
         """max_rows: the largest S of any call."""
-        self._pdl = pdl and device.type != "cpu"
         self._best = torch.full((max_rows,), NOTHING.value, dtype=torch.int64, device=device)
         self._arrived = torch.zeros(triton.cdiv(max_rows, MIN_TOKENS), dtype=torch.int32, device=device)
 
@@ -64,9 +64,7 @@ class HeadSampler:
             BLOCK_K=config.block_k,
             NOISE=noise,
             NOISE_IDS=min(config.noise_ids, config.ids),
-            PDL=self._pdl,
-            launch_pdl=self._pdl,
-            num_warps=config.num_warps,
             num_stages=config.stages,
             enable_fp_fusion=False,  # a score is that of the sampling kernels, bit for bit
+            **launch_options(x, config.num_warps),
         )

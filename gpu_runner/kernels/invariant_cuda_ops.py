@@ -28,8 +28,8 @@ def _by_weight(x: Tensor, weight: Tensor) -> TileConfig:
 class InvariantCudaOps(CudaOps):
     """`ModelOps` on one GPU and one stream; a step's work lists are of all rows (`WorkList.all_rows`)."""
 
-    def __init__(self, device: torch.device, *, pdl: bool = True) -> None:
-        super().__init__(device, pdl=pdl, choose=_by_weight)
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, choose=_by_weight)
 
     def attend(
         self,
@@ -53,9 +53,8 @@ class InvariantCudaOps(CudaOps):
             q_norm=q_norm,
             k_norm=k_norm,
             eps=eps,
-            pdl=self._pdl,
             programs_per_token=1,
         )
         out = torch.empty_like(q)
-        prefill_attention(q, kv_layer, out, meta.work[window], page_table=meta.page_table, scale=scale, pdl=self._pdl)
+        prefill_attention(q, kv_layer, out, meta.work[window], page_table=meta.page_table, scale=scale)
         return out

@@ -21,6 +21,7 @@ import torch
 import triton
 from torch import Tensor
 
+from gpu_runner.kernels.launch import launch_options
 from gpu_runner.kernels.sample_argmax import argmax_kernel
 from gpu_runner.kernels.sample_filter import NUM_GROUPS
 from gpu_runner.kernels.sample_finish import finish_kernel
@@ -75,14 +76,12 @@ class Sampler:
         max_rows: int,
         vocab: int,
         device: torch.device,
-        pdl: bool = True,
         tiling: Tiling | None = None,
         candidates: int = CANDIDATES,
     ) -> None:
         """max_rows: the largest N of any call. tiling: None takes the tables'."""
         self._max_rows = max_rows
         self._vocab = vocab
-        self._pdl = pdl and device.type != "cpu"
         self._tiling = tiling
         self._candidates = candidates
 
@@ -150,14 +149,14 @@ class Sampler:
             **cut,
             NOISE=noise,
             BANS=bans_stop_ids,
-            **self._options(tiling),
+            **self._options(logits, tiling),
         )
 
     def _filtered(self, logits: Tensor, state: SlotState, meta: StepMeta, out: Tensor, *, bans_stop_ids: bool) -> None:
         rows, tiling = self._check(logits, SAMPLE_TILING)
         cut = self._cut(logits, tiling)
         filters = (state.temperature, state.top_k, state.top_p, state.min_p)
-        options = self._options(tiling)
+        options = self._options(logits, tiling)
         propose_kernel[(cut["parts"], rows)](
             logits,
             *self._rows(meta),
@@ -255,7 +254,7 @@ class Sampler:
             vocab=self._vocab,
             CAPACITY=self._candidates,
             FEW=FEW_CANDIDATES,
-            **self._options(FEW_ROWS_FINISH_TILING if rows <= FEW_ROWS else FINISH_TILING),
+            **self._options(logits, FEW_ROWS_FINISH_TILING if rows <= FEW_ROWS else FINISH_TILING),
         )
 
     def _check(self, logits: Tensor, many_rows: Tiling) -> tuple[int, Tiling]:
@@ -283,12 +282,11 @@ class Sampler:
     def _rows(meta: StepMeta) -> tuple[Tensor, ...]:
         return meta.counts, meta.sample_row, meta.row_slot, meta.row_start, meta.row_len
 
-    def _options(self, tiling: Tiling) -> dict[str, Any]:
+    @staticmethod
+    def _options(logits: Tensor, tiling: Tiling) -> dict[str, Any]:
         return {
             "BLOCK": tiling.block,
             "STAGES": tiling.stages,
-            "PDL": self._pdl,
-            "launch_pdl": self._pdl,
-            "num_warps": tiling.num_warps,
             "enable_fp_fusion": False,
+            **launch_options(logits, tiling.num_warps),
         }

@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 
 from asyncengine.config import MAX_TOP_LOGPROBS
+from gpu_runner.kernels.launch import launch_options
 from gpu_runner.kernels.logit_adjust import bias_and_count_kernel, penalise_kernel
 from gpu_runner.kernels.logprob_kernels import merge_kernel, parts_kernel
 from gpu_runner.kernels.result_layout import Results, Scores
@@ -62,13 +63,10 @@ class ReportState(Protocol):
 class FullSampling:
     """Scratch of one stream's steps, which use it one after the other."""
 
-    def __init__(
-        self, *, max_rows: int, vocab: int, device: torch.device, pdl: bool = True, tiling: Tiling = TILING
-    ) -> None:
+    def __init__(self, *, max_rows: int, vocab: int, device: torch.device, tiling: Tiling = TILING) -> None:
         """max_rows: the largest N of any call. tiling: how log-probabilities cut the vocabulary."""
-        self.masks = RowMasks(max_rows=max_rows, vocab=vocab, device=device, pdl=pdl)
+        self.masks = RowMasks(max_rows=max_rows, vocab=vocab, device=device)
         self._vocab = vocab
-        self._pdl = pdl and device.type != "cpu"
         self._tiling = tiling
         self._tiles = triton.cdiv(vocab, tiling.block)
         parts = max(tiling.programs, max_rows)
@@ -93,7 +91,7 @@ class FullSampling:
             "parts": history_parts,
             "PAGES_PER_SEQ": state.page_table.shape[1],
             "BLOCK": HISTORY_BLOCK,
-            **self._options(HISTORY_BLOCK // 128),
+            **self._options(logits, HISTORY_BLOCK // 128),
         }
         bias_and_count_kernel[(history_parts, rows)](
             logits,
@@ -136,7 +134,7 @@ class FullSampling:
             **cut,
             K=LIST_LANES,
             BLOCK=self._tiling.block,
-            **self._options(self._tiling.num_warps),
+            **self._options(logits, self._tiling.num_warps),
         )
 
     def after(
@@ -181,7 +179,7 @@ class FullSampling:
             BLOCK=HISTORY_BLOCK,
             K=LIST_LANES,
             PARTS=FEW_PARTS if parts <= FEW_PARTS else triton.next_power_of_2(self._tiles),
-            **self._options(8),
+            **self._options(logits, 8),
         )
 
     def _cut(self, rows: int) -> dict[str, int]:
@@ -205,5 +203,6 @@ class FullSampling:
         width = state.bias_ids.shape[1]
         return {"BIAS_WIDTH": width, "BIAS_BLOCK": triton.next_power_of_2(width)}
 
-    def _options(self, num_warps: int) -> dict[str, Any]:
-        return {"PDL": self._pdl, "launch_pdl": self._pdl, "num_warps": num_warps, "enable_fp_fusion": False}
+    @staticmethod
+    def _options(logits: Tensor, num_warps: int) -> dict[str, Any]:
+        return {"enable_fp_fusion": False, **launch_options(logits, num_warps)}

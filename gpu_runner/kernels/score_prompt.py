@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpu_runner.kernels.launch import launch_options
 from gpu_runner.kernels.result_layout import Scores
 from gpu_runner.kernels.sample_full import FullSampling
 from gpu_runner.kernels.sample_noise import without_nan
@@ -47,7 +48,7 @@ class _ScoredSlots:
 class PromptScorer:
     """Buffers of one stream's steps, which use them one after the other."""
 
-    def __init__(self, full: FullSampling, state: SlotState, *, max_rows: int, pdl: bool = True) -> None:
+    def __init__(self, full: FullSampling, state: SlotState, *, max_rows: int) -> None:
         """full: lends its scratch. state: lends tensors of which nothing is read. max_rows: most scores of a step."""
         device = state.logprobs.device
 
@@ -58,7 +59,6 @@ class PromptScorer:
         """[max_rows]: the scored tokens' indices among the step's, behind them 0."""
         self._target = zeros()
         self._full = full
-        self._pdl = pdl and device.type != "cpu"
         self._slots = _ScoredSlots(
             logprobs=zeros(),
             prompt_len=zeros(),
@@ -84,7 +84,7 @@ class PromptScorer:
             self._slots.logprobs,
             rows,
             BLOCK=triton.next_power_of_2(rows),
-            **self._options(4),
+            **launch_options(inputs, 4),
         )
         return self.token[:rows]
 
@@ -96,11 +96,8 @@ class PromptScorer:
         self._full.measure(logits, self._slots, self._meta)
         self._full.after(logits, target, self._slots, self._meta, page_tokens, scores)
         _rank_kernel[(rows,)](
-            logits, self._meta.counts, target, scores.ranks, vocab, BLOCK=BLOCK, **self._options(NUM_WARPS)
+            logits, self._meta.counts, target, scores.ranks, vocab, BLOCK=BLOCK, **launch_options(logits, NUM_WARPS)
         )
-
-    def _options(self, num_warps: int) -> dict[str, int | bool]:
-        return {"PDL": self._pdl, "launch_pdl": self._pdl, "num_warps": num_warps}
 
 
 @triton.jit(do_not_specialize=["rows"])

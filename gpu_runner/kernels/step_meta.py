@@ -13,6 +13,7 @@ from torch import Tensor
 
 from asyncengine.config import PAGE_SIZE
 from gpu_runner.kernels.host_ring import WORDS_PER_TOKEN, HostRing
+from gpu_runner.kernels.launch import launch_options, on_gpu
 from gpu_runner.kernels.step_meta_kernel import step_meta_kernel
 from gpu_runner.kernels.upload_layout import HEADER_WORDS
 from gpu_runner.kernels.work_list import WorkList, list_shape
@@ -108,7 +109,6 @@ def step_meta(
     work: WorkList | None = None,
     prefill: bool = True,
     split_step: int | None = None,
-    pdl: bool = True,
 ) -> None:
     """Apply the plan in `upload`, packed as `upload_layout` says, to `state`; fill `meta`.
 
@@ -127,7 +127,6 @@ def step_meta(
     lists = list_shape(work, prefill=prefill, split_step=split_step)
     usual = HEADER_WORDS + num_tokens * WORDS_PER_TOKEN + AHEAD_STEP
     ahead = min(usual, FETCH_BLOCK, len(upload)) // AHEAD_STEP
-    pdl = pdl and upload.is_cuda
     step_meta_kernel[(programs + lists["LISTS"],)](
         upload,
         None if ring is None else ring.next_upload,
@@ -182,8 +181,6 @@ def step_meta(
         KV_CAPACITY=pages_per_seq * PAGE_SIZE,
         BLOCK_SIZE=BLOCK,
         STARTS=START_BLOCK,
-        CLOCK=upload.is_cuda,
-        PDL=pdl,
-        launch_pdl=pdl,
-        num_warps=BLOCK // 32,
+        CLOCK=on_gpu(upload),
+        **launch_options(upload, BLOCK // 32),
     )

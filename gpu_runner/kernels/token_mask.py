@@ -10,13 +10,12 @@ That is 19 KB a row for a vocabulary of 152 thousand. Programs of other rows end
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpu_runner.kernels.launch import launch_options
 from gpu_runner.kernels.logit_adjust import live_sample
 from gpu_runner.kernels.mask_layout import mask_words
 from gpu_runner.kernels.step_meta import SlotState, StepMeta
@@ -30,10 +29,9 @@ FETCH_BLOCK = 512
 class RowMasks:
     """Scratch of one stream's steps, which use it one after the other. Until `connect` no row may be constrained."""
 
-    def __init__(self, *, max_rows: int, vocab: int, device: torch.device, pdl: bool = True) -> None:
+    def __init__(self, *, max_rows: int, vocab: int, device: torch.device) -> None:
         """max_rows: the largest N of any call."""
         self._vocab = vocab
-        self._pdl = pdl and device.type != "cpu"
         self._address = torch.zeros(1, dtype=torch.int64, device=device)
         self._words = torch.zeros(max_rows, mask_words(vocab), dtype=torch.int32, device=device)
 
@@ -57,14 +55,11 @@ class RowMasks:
             state.constrained,
         )
         _fetch_kernel[(triton.cdiv(words, FETCH_BLOCK), rows)](
-            self._address, self._words, *step, words, BLOCK_SIZE=FETCH_BLOCK, **self._options(num_warps=4)
+            self._address, self._words, *step, words, BLOCK_SIZE=FETCH_BLOCK, **launch_options(logits, 4)
         )
         _apply_kernel[(triton.cdiv(self._vocab, BLOCK), rows)](
-            logits, self._words, *step, words, self._vocab, BLOCK_SIZE=BLOCK, **self._options(num_warps=8)
+            logits, self._words, *step, words, self._vocab, BLOCK_SIZE=BLOCK, **launch_options(logits, 8)
         )
-
-    def _options(self, *, num_warps: int) -> dict[str, Any]:
-        return {"PDL": self._pdl, "launch_pdl": self._pdl, "num_warps": num_warps}
 
 
 @triton.jit

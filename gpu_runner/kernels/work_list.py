@@ -29,6 +29,7 @@ import triton
 from torch import Tensor
 
 from asyncengine.config import PAGE_SIZE
+from gpu_runner.kernels.launch import launch_options
 from gpu_runner.kernels.work_list_kernel import build_kernel
 
 TARGET_PROGRAMS = 132 * 8
@@ -154,7 +155,6 @@ def build_work_list(
     page_table: Tensor,
     prefill: bool,
     split_step: int | None = None,
-    pdl: bool = True,
 ) -> None:
     """Fill `work` for a step. One launch of one or two programs, before the first layer.
 
@@ -166,7 +166,6 @@ def build_work_list(
 
     Fixed inside a graph: all addresses and shapes, `prefill`, `split_step`.
     """
-    pdl = pdl and counts.is_cuda
     shape = list_shape(work, prefill=prefill, split_step=split_step)
     build_kernel[(shape["LISTS"],)](
         counts,
@@ -180,9 +179,7 @@ def build_work_list(
         work.lengths,
         page_table.shape[1] * PAGE_SIZE,
         **shape,
-        PDL=pdl,
-        launch_pdl=pdl,
-        num_warps=4,
+        **launch_options(counts, 4),
     )
 
 
