@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -92,36 +93,37 @@ class CudaOps:
         scale: float,
         window: int | None,
     ) -> Tensor:
+        """With a list of all rows, what it returns of padding means nothing: it is not written."""
         tokens = len(qkv)
         positions, kv_index = meta.step.positions[:tokens], meta.step.kv_index[:tokens]
         work, counts, table = meta.work[window], meta.step.counts, meta.page_table
-        rotation = self._rotations(inv_freq, table.shape[1] * PAGE_SIZE)
+        norms: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps}
         _, _, num_kv_heads, _, head_dim = kv_layer.shape
-        if not meta.prefill and tokens <= MAX_ROWS and can_fuse(num_heads, num_kv_heads, head_dim):
-            out = qkv.new_empty(tokens, num_heads, head_dim)
-            fused_decode_attention(
-                *(qkv, kv_layer, out, work),
-                positions=positions,
-                kv_index=kv_index,
-                counts=counts,
-                page_table=table,
-                rotation=rotation,
-                q_norm=q_norm,
-                k_norm=k_norm,
-                eps=eps,
-                scale=scale,
-            )
-            return out
+        if not work.all_rows:
+            rotation = self._rotations(inv_freq, table.shape[1] * PAGE_SIZE)
+            if not meta.prefill and tokens <= MAX_ROWS and can_fuse(num_heads, num_kv_heads, head_dim):
+                out = qkv.new_empty(tokens, num_heads, head_dim)
+                fused_decode_attention(
+                    *(qkv, kv_layer, out, work),
+                    positions=positions,
+                    kv_index=kv_index,
+                    counts=counts,
+                    page_table=table,
+                    rotation=rotation,
+                    scale=scale,
+                    **norms,
+                )
+                return out
         q = norm_rope.qk_norm_rope_write(
             *(qkv, positions, kv_index, inv_freq, kv_layer),
             num_heads=num_heads,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            eps=eps,
+            programs_per_token=1 if work.all_rows else None,
+            **norms,
         )
         out = torch.empty_like(q)
-        decode_attention(q, kv_layer, out, work, counts=counts, page_table=table, scale=scale)
-        if meta.prefill:
+        if not work.all_rows:
+            decode_attention(q, kv_layer, out, work, counts=counts, page_table=table, scale=scale)
+        if meta.prefill or work.all_rows:
             prefill_attention(q, kv_layer, out, work, page_table=table, scale=scale)
         return out
 
