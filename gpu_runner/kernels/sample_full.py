@@ -40,24 +40,15 @@ FEW_PARTS = 16
 class ReportState(Protocol):
     """What log-probabilities depend on of the state of slots."""
 
-    @property
-    def logprobs(self) -> Tensor: ...
-    @property
-    def prompt_len(self) -> Tensor: ...
-    @property
-    def presence_penalty(self) -> Tensor: ...
-    @property
-    def frequency_penalty(self) -> Tensor: ...
-    @property
-    def repetition_penalty(self) -> Tensor: ...
-    @property
-    def num_bias(self) -> Tensor: ...
-    @property
-    def bias_ids(self) -> Tensor: ...
-    @property
-    def bias_values(self) -> Tensor: ...
-    @property
-    def page_table(self) -> Tensor: ...
+    logprobs: Tensor
+    prompt_len: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
+    repetition_penalty: Tensor
+    num_bias: Tensor
+    bias_ids: Tensor
+    bias_values: Tensor
+    page_table: Tensor
 
 
 class FullSampling:

@@ -30,7 +30,7 @@ _WORDS = tl.constexpr(SCORE_WORDS)
 _INFINITY = tl.constexpr(float("inf"))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _ScoredSlots:
     """What `FullSampling` reads of slots that have nothing but tokens to report."""
 
