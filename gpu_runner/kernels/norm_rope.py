@@ -31,19 +31,12 @@ WHOLE_TOKEN_ROWS = 256
 too few tokens to fill the GPU, and heads go to programs of their own."""
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None, num_warps: int | None = None
-) -> Tensor:
-    """Norm over the last dimension. x: [T, hidden]; weight: [hidden]. Returns `out`, [T, hidden], new unless given.
-
-    num_warps: None takes the table's.
-    """
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
+    """Norm over the last dimension. x: [T, hidden]; weight: [hidden]. Returns `out`, [T, hidden], new unless given."""
     rows, hidden = _rows(x)
     out = torch.empty_like(x) if out is None else out
     block = triton.next_power_of_2(hidden)
-    _rms_norm_kernel[(rows,)](
-        x, weight, out, eps, HIDDEN=hidden, BLOCK=block, **launch_options(x, num_warps or _norm_warps(block))
-    )
+    _rms_norm_kernel[(rows,)](x, weight, out, eps, HIDDEN=hidden, BLOCK=block, **launch_options(x, _norm_warps(block)))
     return out
 
 
@@ -59,7 +52,6 @@ def qk_norm_rope_write(
     k_norm: Tensor | None,
     eps: float,
     out: Tensor | None = None,
-    heads_per_block: int = HEADS_PER_BLOCK,
     programs_per_token: int | None = None,
 ) -> Tensor:
     """Norm each query and key head (if weights are given), rotate both, write keys and values into their pages.
@@ -72,7 +64,7 @@ def qk_norm_rope_write(
 
     Positions and kv_index are read before the wait (PDL): a kernel of this file must stand between the one that
     wrote them and this one (`embedding` does, in a step).
-    heads_per_block (a power of two), programs_per_token: tile and share of a program; None takes the table's.
+    programs_per_token: None takes what suits the number of tokens.
     """
     rows, width = _rows(qkv)
     _, num_pages, num_kv_heads, page_size, head_dim = kv_layer.shape
@@ -82,7 +74,7 @@ def qk_norm_rope_write(
     if (q_norm is None) != (k_norm is None):
         raise ValueError("queries and keys are both normed, or neither is")
     out = qkv.new_empty(rows, num_heads, head_dim) if out is None else out
-    blocks = triton.cdiv(total_heads, heads_per_block)
+    blocks = triton.cdiv(total_heads, HEADS_PER_BLOCK)
     programs = programs_per_token or (1 if rows >= WHOLE_TOKEN_ROWS else blocks)
     block_half = triton.next_power_of_2(head_dim // 2)
     _qk_norm_rope_write_kernel[(rows * programs,)](
@@ -101,26 +93,24 @@ def qk_norm_rope_write(
         HEAD_DIM=head_dim,
         PAGE=page_size,
         HAS_NORM=q_norm is not None,
-        BLOCK_HEADS=heads_per_block,
+        BLOCK_HEADS=HEADS_PER_BLOCK,
         BLOCK_HALF=block_half,
         PROGRAMS=programs,
         BLOCKS=triton.cdiv(blocks, programs),
-        **launch_options(qkv, max(1, heads_per_block * block_half // (32 * VALUES_PER_THREAD))),
+        **launch_options(qkv, max(1, HEADS_PER_BLOCK * block_half // (32 * VALUES_PER_THREAD))),
     )
     return out
 
 
-def silu_mul(gate_up: Tensor, *, out: Tensor | None = None, block: int = ROW_BLOCK, num_warps: int = 4) -> Tensor:
-    """silu(gate) * up. gate_up: [T, 2 * intermediate], gate first. Returns `out`, [T, intermediate], new unless given.
-
-    block (a power of two), num_warps: columns and warps of a program.
-    """
+def silu_mul(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """silu(gate) * up. gate_up: [T, 2 * intermediate], gate first. Returns `out`, [T, intermediate], new unless
+    given."""
     rows, width = _rows(gate_up)
     inner = width // 2
     out = gate_up.new_empty(rows, inner) if out is None else out
-    blocks = triton.cdiv(inner, block)
+    blocks = triton.cdiv(inner, ROW_BLOCK)
     _silu_mul_kernel[(rows * blocks,)](
-        gate_up, out, INNER=inner, BLOCK=block, BLOCKS=blocks, **launch_options(gate_up, num_warps)
+        gate_up, out, INNER=inner, BLOCK=ROW_BLOCK, BLOCKS=blocks, **launch_options(gate_up, 4)
     )
     return out
 
