@@ -68,15 +68,24 @@ class CudaOps:
         return norm_rope.embedding(token_ids, embedding, out=out)
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self._norm_linear(x, norm, eps, weight, bias, gate_up=False)
+
+    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self._norm_linear(x, norm, eps, weight, bias, gate_up=True)
+
+    def _norm_linear(
+        self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, *, gate_up: bool
+    ) -> Tensor:
         config = self._choose(x, weight)
         if config is None:
-            return F.linear(self.rms_norm(x, norm, eps), weight, bias)
-        out = x.new_empty(len(x), len(weight))
+            product = F.linear(self.rms_norm(x, norm, eps), weight, bias)
+            return norm_rope.silu_mul(product) if gate_up else product
+        out = x.new_empty(len(x), len(weight) // 2 if gate_up else len(weight))
+        options: dict[str, Any] = {"out": out, "config": config, "bias": bias, "gate_up": gate_up}
         if isinstance(config, FmaConfig):
-            linear.norm_linear(x, norm, eps, weight, out=out, config=config, bias=bias)
+            linear.linear(x, weight, norm=norm, eps=eps, **options)
         else:
-            x = self.rms_norm(x, norm, eps)
-            linear.linear(x, weight, out=out, config=config, bias=bias, scratch=self._scratch)
+            linear.linear(self.rms_norm(x, norm, eps), weight, scratch=self._scratch, **options)
         return out
 
     def attend(
@@ -137,23 +146,11 @@ class CudaOps:
     def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
         config = self._choose(x, weight)
         if config is not None:
-            linear.linear_add(x, weight, residual, config=config, bias=bias, scratch=self._scratch)
+            linear.linear(x, weight, out=residual, config=config, bias=bias, scratch=self._scratch, add=True)
         elif bias is None:
             torch.addmm(residual, x, weight.t(), out=residual)
         else:
             residual += F.linear(x, weight, bias)
-
-    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        config = self._choose(x, weight)
-        if config is None:
-            return norm_rope.silu_mul(F.linear(self.rms_norm(x, norm, eps), weight, bias))
-        out = x.new_empty(len(x), len(weight) // 2)
-        if isinstance(config, FmaConfig):
-            linear.norm_gate_up(x, norm, eps, weight, out=out, config=config, bias=bias)
-        else:
-            x = self.rms_norm(x, norm, eps)
-            linear.gate_up(x, weight, out=out, config=config, bias=bias, scratch=self._scratch)
-        return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm_rope.rms_norm(x, weight, eps)

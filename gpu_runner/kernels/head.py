@@ -54,7 +54,7 @@ class HeadSampler:
         head_argmax_kernel[(programs * token_tiles,)](
             TensorDescriptor.from_tensor(x, [config.tokens, config.block_k]),
             TensorDescriptor.from_tensor(weight, [config.ids, config.block_k]),
-            *(meta.counts, meta.sample_row, meta.row_slot, meta.row_start, meta.row_len),
+            *meta.samples,
             *(state.temperature, state.seed),
             *(self._best, self._arrived, out, rows),
             V=vocab,

@@ -64,87 +64,19 @@ def linear(
     config: LinearConfig,
     bias: Tensor | None = None,
     scratch: SplitScratch | None = None,
-) -> None:
-    """out = x @ weight.T + bias. out: [T, N] of x's type, or float32 and then not rounded.
-
-    Raises ValueError for a split configuration without a scratch that holds it.
-    """
-    _launch(x, weight, bias, out, config, scratch)
-
-
-def gate_up(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    out: Tensor,
-    config: LinearConfig,
-    bias: Tensor | None = None,
-    scratch: SplitScratch | None = None,
-) -> None:
-    """out = silu(gate) * up, of linear(x). weight: N / 2 gate rows, then as many up rows. out: [T, N / 2].
-
-    Raises ValueError as `linear` does.
-    """
-    _launch(x, weight, bias, out, config, scratch, gate_up=True)
-
-
-def linear_add(
-    x: Tensor,
-    weight: Tensor,
-    residual: Tensor,
-    *,
-    config: LinearConfig,
-    bias: Tensor | None = None,
-    scratch: SplitScratch | None = None,
-) -> None:
-    """residual += linear(x), in place. residual: [T, N], not x itself. Raises ValueError as `linear` does."""
-    _launch(x, weight, bias, residual, config, scratch, add=True)
-
-
-def norm_linear(
-    x: Tensor,
-    norm: Tensor,
-    eps: float,
-    weight: Tensor,
-    *,
-    out: Tensor,
-    config: FmaConfig,
-    bias: Tensor | None = None,
-) -> None:
-    """out = linear(rms_norm(x)). norm: [K]. out: [T, N].
-
-    Each program computes the norm of all tokens: with more than a few, a kernel of its own costs less.
-    """
-    _launch(x, weight, bias, out, config, None, norm=norm, eps=eps)
-
-
-def norm_gate_up(
-    x: Tensor,
-    norm: Tensor,
-    eps: float,
-    weight: Tensor,
-    *,
-    out: Tensor,
-    config: FmaConfig,
-    bias: Tensor | None = None,
-) -> None:
-    """out = gate_up(rms_norm(x)), as `norm_linear`. norm: [K]. out: [T, N / 2]."""
-    _launch(x, weight, bias, out, config, None, norm=norm, eps=eps, gate_up=True)
-
-
-def _launch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    config: LinearConfig,
-    scratch: SplitScratch | None,
-    *,
     norm: Tensor | None = None,
     eps: float = 0.0,
     gate_up: bool = False,
     add: bool = False,
 ) -> None:
+    """out = x @ weight.T + bias. out: [T, N] of x's type, or float32 and then not rounded.
+
+    norm: [K], of which x is taken `rms_norm`, with an `FmaConfig` only: each program computes it of all tokens, and
+    with more than a few a kernel of its own costs less. gate_up: silu(gate) * up of the product goes to `out`, [T, N /
+    2]; weight has N / 2 gate rows, then as many up rows. add: the product is added to `out`, which is not x itself.
+
+    Raises ValueError for a split configuration without a scratch that holds it.
+    """
     n, k = weight.shape
     options: dict[str, Any] = {
         "N": n,

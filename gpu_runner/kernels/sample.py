@@ -50,6 +50,12 @@ class Tiling:
         """Of a launch for up to `max_rows` rows: as many as there should be, unless each row has one to itself."""
         return max(self.programs, max_rows)
 
+    def cut(self, rows: int, vocab: int) -> dict[str, int]:
+        """How the kernels find a program's part of a row."""
+        tiles = triton.cdiv(vocab, self.block)
+        tiles_per_part = triton.cdiv(tiles, max(1, self.programs // rows))
+        return {"part_size": tiles_per_part * self.block, "parts": triton.cdiv(tiles, tiles_per_part)}
+
 
 FEW_ROWS = 16
 PROGRAMS = 8 * 132
@@ -134,10 +140,10 @@ class Sampler:
         self, logits: Tensor, state: SlotState, meta: StepMeta, out: Tensor, *, noise: bool, bans_stop_ids: bool
     ) -> None:
         rows, tiling = self._check(logits, SAMPLE_TILING if noise else GREEDY_TILING)
-        cut = self._cut(logits, tiling)
+        cut = {"row_stride": logits.stride(0), "vocab": self._vocab, **tiling.cut(rows, self._vocab)}
         argmax_kernel[(cut["parts"], rows)](
             logits,
-            *self._rows(meta),
+            *meta.samples,
             state.temperature,
             state.seed,
             state.min_tokens_until,
@@ -154,12 +160,12 @@ class Sampler:
 
     def _filtered(self, logits: Tensor, state: SlotState, meta: StepMeta, out: Tensor, *, bans_stop_ids: bool) -> None:
         rows, tiling = self._check(logits, SAMPLE_TILING)
-        cut = self._cut(logits, tiling)
+        cut = {"row_stride": logits.stride(0), "vocab": self._vocab, **tiling.cut(rows, self._vocab)}
         filters = (state.temperature, state.top_k, state.top_p, state.min_p)
         options = self._options(logits, tiling)
         propose_kernel[(cut["parts"], rows)](
             logits,
-            *self._rows(meta),
+            *meta.samples,
             *filters,
             state.seed,
             state.min_tokens_until,
@@ -239,7 +245,7 @@ class Sampler:
             )
         finish_kernel[(rows,)](
             logits,
-            *self._rows(meta),
+            *meta.samples,
             *filters,
             state.seed,
             self._row_state,
@@ -264,23 +270,6 @@ class Sampler:
         if rows > self._max_rows:
             raise ValueError(f"there is place for {self._max_rows} rows of logits; got {rows}")
         return rows, self._tiling or (FEW_ROWS_TILING if rows <= FEW_ROWS else many_rows)
-
-    @staticmethod
-    def _cut(logits: Tensor, tiling: Tiling) -> dict[str, int]:
-        """How the kernels find a program's part of a row."""
-        rows, vocab = logits.shape
-        tiles = triton.cdiv(vocab, tiling.block)
-        tiles_per_part = triton.cdiv(tiles, max(1, tiling.programs // rows))
-        return {
-            "row_stride": logits.stride(0),
-            "vocab": vocab,
-            "part_size": tiles_per_part * tiling.block,
-            "parts": triton.cdiv(tiles, tiles_per_part),
-        }
-
-    @staticmethod
-    def _rows(meta: StepMeta) -> tuple[Tensor, ...]:
-        return meta.counts, meta.sample_row, meta.row_slot, meta.row_start, meta.row_len
 
     @staticmethod
     def _options(logits: Tensor, tiling: Tiling) -> dict[str, Any]:

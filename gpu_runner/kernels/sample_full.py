@@ -86,7 +86,8 @@ class FullSampling:
         }
         bias_and_count_kernel[(history_parts, rows)](
             logits,
-            *self._rows(meta),
+            *meta.samples,
+            meta.row_was_done,
             state.prompt_len,
             *penalties,
             *self._biases(state),
@@ -98,7 +99,8 @@ class FullSampling:
         )
         penalise_kernel[(history_parts, rows)](
             logits,
-            *self._rows(meta),
+            *meta.samples,
+            meta.row_was_done,
             state.prompt_len,
             *penalties,
             state.page_table,
@@ -111,10 +113,11 @@ class FullSampling:
     def measure(self, logits: Tensor, state: ReportState, meta: StepMeta) -> None:
         """Take what `after` needs of the model's own logits. logits: as for `before`."""
         rows = len(logits)
-        cut = self._cut(rows)
+        cut = self._tiling.cut(rows, self._vocab)
         parts_kernel[(cut["parts"], rows)](
             logits,
-            *self._rows(meta),
+            *meta.samples,
+            meta.row_was_done,
             state.logprobs,
             self._part_largest,
             self._part_sum,
@@ -140,11 +143,12 @@ class FullSampling:
         """Write the log-probabilities of rows that ask into `results`. logits: as `before` and the sampling left them.
         sampled: [N] int32. Places of other rows, and of most likely tokens beyond `num_tops`, keep what they held."""
         rows = len(logits)
-        parts = self._cut(rows)["parts"]
+        parts = self._tiling.cut(rows, self._vocab)["parts"]
         merge_kernel[(rows,)](
             logits,
             sampled,
-            *self._rows(meta),
+            *meta.samples,
+            meta.row_was_done,
             state.logprobs,
             state.prompt_len,
             state.presence_penalty,
@@ -172,18 +176,6 @@ class FullSampling:
             PARTS=FEW_PARTS if parts <= FEW_PARTS else triton.next_power_of_2(self._tiles),
             **self._options(logits, 8),
         )
-
-    def _cut(self, rows: int) -> dict[str, int]:
-        """How a row is cut for its log-probabilities."""
-        tiles_per_part = triton.cdiv(self._tiles, max(1, self._tiling.programs // rows))
-        return {
-            "part_size": tiles_per_part * self._tiling.block,
-            "parts": triton.cdiv(self._tiles, tiles_per_part),
-        }
-
-    @staticmethod
-    def _rows(meta: StepMeta) -> tuple[Tensor, ...]:
-        return meta.counts, meta.sample_row, meta.row_slot, meta.row_start, meta.row_len, meta.row_was_done
 
     @staticmethod
     def _biases(state: ReportState) -> tuple[Tensor, ...]:

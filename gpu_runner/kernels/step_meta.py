@@ -75,6 +75,11 @@ class StepMeta:
     sample_row: Tensor  # [R], the rows that sample, ascending
     sample_token: Tensor  # [R], each one's last token among the step's
 
+    @property
+    def samples(self) -> tuple[Tensor, ...]:
+        """What leads a kernel from a sample to its row, slot and position."""
+        return self.counts, self.sample_row, self.row_slot, self.row_start, self.row_len
+
 
 def new_step_meta(*, max_rows: int, max_tokens: int, device: torch.device) -> StepMeta:
     """Zeroed buffers for steps of up to `max_rows` rows and `max_tokens` tokens."""

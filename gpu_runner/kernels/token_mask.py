@@ -50,10 +50,7 @@ class RowMasks:
         addresses, N.
         """
         rows, words = len(logits), self._words.shape[1]
-        step = (
-            *(meta.counts, meta.sample_row, meta.row_slot, meta.row_start, meta.row_len, meta.row_was_done),
-            state.constrained,
-        )
+        step = (*meta.samples, meta.row_was_done, state.constrained)
         _fetch_kernel[(triton.cdiv(words, FETCH_BLOCK), rows)](
             self._address, self._words, *step, words, BLOCK_SIZE=FETCH_BLOCK, **launch_options(logits, 4)
         )

@@ -129,7 +129,9 @@ def test_linear_equals_reference(config: LinearConfig, tokens: int, with_bias: b
 def test_gate_up_equals_linear_and_silu(config: LinearConfig, tokens: int, dtype: torch.dtype) -> None:
     given = draw(tokens, dtype, seed=2)
     out = poisoned(tokens, N // 2, dtype)
-    linear.gate_up(given.x, given.weight, out=out, config=config, bias=given.bias, scratch=poisoned_scratch())
+    linear.linear(
+        given.x, given.weight, out=out, config=config, bias=given.bias, scratch=poisoned_scratch(), gate_up=True
+    )
     assert_close(out, reference.silu_mul(wide_linear(given.x, given.weight, given.bias)), dtype)
 
 
@@ -138,7 +140,7 @@ def test_gate_up_equals_linear_and_silu(config: LinearConfig, tokens: int, dtype
 def test_norm_linear_equals_norm_then_linear(config: FmaConfig, tokens: int, dtype: torch.dtype) -> None:
     given = draw(tokens, dtype, seed=1)
     out = poisoned(tokens, N, dtype)
-    linear.norm_linear(given.x, given.norm, EPS, given.weight, out=out, config=config, bias=given.bias)
+    linear.linear(given.x, given.weight, out=out, config=config, bias=given.bias, norm=given.norm, eps=EPS)
     assert_close(out, wide_linear(reference.rms_norm(given.x, given.norm, EPS), given.weight, given.bias), dtype)
 
 
@@ -147,7 +149,9 @@ def test_norm_linear_equals_norm_then_linear(config: FmaConfig, tokens: int, dty
 def test_norm_gate_up_equals_norm_then_gate_up(config: FmaConfig, tokens: int, dtype: torch.dtype) -> None:
     given = draw(tokens, dtype, seed=2)
     out = poisoned(tokens, N // 2, dtype)
-    linear.norm_gate_up(given.x, given.norm, EPS, given.weight, out=out, config=config, bias=given.bias)
+    linear.linear(
+        given.x, given.weight, out=out, config=config, bias=given.bias, norm=given.norm, eps=EPS, gate_up=True
+    )
     x = reference.rms_norm(given.x, given.norm, EPS)
     assert_close(out, reference.silu_mul(wide_linear(x, given.weight, given.bias)), dtype)
 
@@ -157,7 +161,7 @@ def test_norm_gate_up_equals_norm_then_gate_up(config: FmaConfig, tokens: int, d
 def test_linear_add_adds_to_the_residual_in_place(config: LinearConfig, tokens: int, dtype: torch.dtype) -> None:
     given = draw(tokens, dtype, seed=3)
     bias, residual = given.bias, given.residual.clone()
-    linear.linear_add(given.x, given.weight, residual, config=config, bias=bias, scratch=poisoned_scratch())
+    linear.linear(given.x, given.weight, out=residual, config=config, bias=bias, scratch=poisoned_scratch(), add=True)
     assert_close(residual, given.residual + wide_linear(given.x, given.weight, bias), dtype)
 
 
