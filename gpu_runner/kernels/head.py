@@ -7,9 +7,10 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gpu_runner.kernels.head_config import NUM_SMS, HeadConfig
+from gpu_runner.kernels.head_config import HeadConfig
 from gpu_runner.kernels.head_kernel import NOTHING, head_argmax_kernel
 from gpu_runner.kernels.launch import launch_options
+from gpu_runner.kernels.linear_config import NUM_PROGRAMS
 from gpu_runner.kernels.step_meta import SlotState, StepMeta
 
 MIN_TOKENS = 16
@@ -50,7 +51,7 @@ class HeadSampler:
             raise ValueError(f"a vocabulary of {vocab} is smaller than a tile, {config.ids}")
         token_tiles = triton.cdiv(rows, config.tokens)
         most = triton.cdiv(vocab, config.ids)
-        programs = max(1, min(most, NUM_SMS // token_tiles))
+        programs = max(1, min(most, NUM_PROGRAMS // token_tiles))
         head_argmax_kernel[(programs * token_tiles,)](
             TensorDescriptor.from_tensor(x, [config.tokens, config.block_k]),
             TensorDescriptor.from_tensor(weight, [config.ids, config.block_k]),
