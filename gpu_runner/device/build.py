@@ -26,11 +26,11 @@ from gpu_runner.device.memory import (
 )
 from gpu_runner.device.page_copies import PageCopies
 from gpu_runner.device.ready import Progress, Ready
-from gpu_runner.device.state import DeviceState
 from gpu_runner.device.step import Step
 from gpu_runner.device.stream import InlineStream
 from gpu_runner.device.target import choose_device, choose_dtype, make_stream
 from gpu_runner.kernels import reference_page_copy
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.invariant_reference_ops import InvariantReferenceOps, rows_are_alike
 from gpu_runner.kernels.ops import ModelOps
 from gpu_runner.kernels.reference_ops import ReferenceOps

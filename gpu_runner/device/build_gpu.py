@@ -35,10 +35,10 @@ from gpu_runner.device.memory import (
     wanted_model_len,
 )
 from gpu_runner.device.ready import Progress, Ready
-from gpu_runner.device.state import DeviceState
 from gpu_runner.device.stream import Stream, Work
 from gpu_runner.device.target import check_capability, make_stream
 from gpu_runner.kernels.cuda_ops import CudaOps
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.invariant_cuda_ops import InvariantCudaOps
 from gpu_runner.kernels.kernel_cache import use_writable_cache
 from gpu_runner.kernels.kernel_compiler import KernelCompiler

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from asyncengine.config import PAGE_SIZE
 from gpu_runner.device.buffers import RING_DEPTH, PackedStep, RingSlot
-from gpu_runner.device.state import DeviceState
 from gpu_runner.device.token_masks import TokenMasks
 from gpu_runner.kernels import norm_rope
 from gpu_runner.kernels.cuda_ops import CudaMeta
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.head import HeadSampler
 from gpu_runner.kernels.head_config import choose_head
 from gpu_runner.kernels.host_ring import HostRing, deliver, deliver_scores, fetch

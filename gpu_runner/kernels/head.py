@@ -7,11 +7,12 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.head_config import HeadConfig
 from gpu_runner.kernels.head_kernel import NOTHING, head_argmax_kernel
 from gpu_runner.kernels.launch import launch_options
 from gpu_runner.kernels.linear_config import NUM_PROGRAMS
-from gpu_runner.kernels.step_meta import SlotState, StepMeta
+from gpu_runner.kernels.step_meta import StepMeta
 
 MIN_TOKENS = 16
 """Rows of a tile, at least."""
@@ -32,7 +33,7 @@ class HeadSampler:
         self,
         x: Tensor,
         weight: Tensor,
-        state: SlotState,
+        state: DeviceState,
         meta: StepMeta,
         out: Tensor,
         *,

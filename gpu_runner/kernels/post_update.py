@@ -13,10 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncengine.config import MAX_STOP_IDS
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.host_ring import HostRing
 from gpu_runner.kernels.launch import launch_options, on_gpu
 from gpu_runner.kernels.result_layout import COLUMNS, TIME_WORDS
-from gpu_runner.kernels.step_meta import SlotState, StepMeta
+from gpu_runner.kernels.step_meta import StepMeta
 from gpu_runner.kernels.upload_layout import TURN_WORD
 
 FINISH_STOP = 1
@@ -27,7 +28,7 @@ NUM_WARPS = 4
 """A thread takes four of the 32 x 16 stop ids, one 16-byte access."""
 
 
-def post_update(sampled: Tensor, state: SlotState, meta: StepMeta, results: Tensor) -> None:
+def post_update(sampled: Tensor, state: DeviceState, meta: StepMeta, results: Tensor) -> None:
     """Advance every row of the step that `meta` describes, and finish or continue those that sampled.
 
     sampled: [N] int32, token i is of row `meta.sample_row[i]`; N is the graph's bucket, at least the step's samples,
@@ -47,7 +48,7 @@ def post_update(sampled: Tensor, state: SlotState, meta: StepMeta, results: Tens
 
 def post_update_to_host(
     sampled: Tensor,
-    state: SlotState,
+    state: DeviceState,
     meta: StepMeta,
     ring: HostRing,
     inputs: Tensor,
@@ -65,7 +66,7 @@ def post_update_to_host(
 
 def _launch(
     sampled: Tensor,
-    state: SlotState,
+    state: DeviceState,
     meta: StepMeta,
     memory: Tensor,
     capacity: int,

@@ -21,13 +21,14 @@ import torch
 import triton
 from torch import Tensor
 
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.launch import launch_options
 from gpu_runner.kernels.sample_argmax import argmax_kernel
 from gpu_runner.kernels.sample_filter import NUM_GROUPS
 from gpu_runner.kernels.sample_finish import finish_kernel
 from gpu_runner.kernels.sample_propose import propose_again_kernel, propose_kernel
 from gpu_runner.kernels.sample_weigh import weigh_again_kernel, weigh_kernel
-from gpu_runner.kernels.step_meta import SlotState, StepMeta
+from gpu_runner.kernels.step_meta import StepMeta
 
 CANDIDATES = 4096
 """Candidates of a row that have a place; see `sample_filter`."""
@@ -114,7 +115,7 @@ class Sampler:
         self._candidate_x = empty(max_rows, candidates, dtype=torch.float32)
         self._candidate_id = empty(max_rows, candidates)
 
-    def greedy(self, logits: Tensor, state: SlotState, meta: StepMeta, out: Tensor, *, bans_stop_ids: bool) -> None:
+    def greedy(self, logits: Tensor, state: DeviceState, meta: StepMeta, out: Tensor, *, bans_stop_ids: bool) -> None:
         """The smallest id with the largest logit, whatever the rows' parameters.
 
         logits: [N, vocab] float32 or bfloat16, rows contiguous; NaN never wins, all rows get an id below vocab. Row i
@@ -124,7 +125,7 @@ class Sampler:
         self._one_pass(logits, state, meta, out, noise=False, bans_stop_ids=bans_stop_ids)
 
     def sample(
-        self, logits: Tensor, state: SlotState, meta: StepMeta, out: Tensor, *, filtered: bool, bans_stop_ids: bool
+        self, logits: Tensor, state: DeviceState, meta: StepMeta, out: Tensor, *, filtered: bool, bans_stop_ids: bool
     ) -> None:
         """A token by each row's temperature, seed and position and, if `filtered`, its top-k, top-p and min-p.
 
@@ -137,7 +138,7 @@ class Sampler:
             self._one_pass(logits, state, meta, out, noise=True, bans_stop_ids=bans_stop_ids)
 
     def _one_pass(
-        self, logits: Tensor, state: SlotState, meta: StepMeta, out: Tensor, *, noise: bool, bans_stop_ids: bool
+        self, logits: Tensor, state: DeviceState, meta: StepMeta, out: Tensor, *, noise: bool, bans_stop_ids: bool
     ) -> None:
         rows, tiling = self._check(logits, SAMPLE_TILING if noise else GREEDY_TILING)
         cut = {"row_stride": logits.stride(0), "vocab": self._vocab, **tiling.cut(rows, self._vocab)}
@@ -158,7 +159,9 @@ class Sampler:
             **self._options(logits, tiling),
         )
 
-    def _filtered(self, logits: Tensor, state: SlotState, meta: StepMeta, out: Tensor, *, bans_stop_ids: bool) -> None:
+    def _filtered(
+        self, logits: Tensor, state: DeviceState, meta: StepMeta, out: Tensor, *, bans_stop_ids: bool
+    ) -> None:
         rows, tiling = self._check(logits, SAMPLE_TILING)
         cut = {"row_stride": logits.stride(0), "vocab": self._vocab, **tiling.cut(rows, self._vocab)}
         filters = (state.temperature, state.top_k, state.top_p, state.min_p)

@@ -18,12 +18,13 @@ import triton
 from torch import Tensor
 
 from asyncengine.config import MAX_TOP_LOGPROBS
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.launch import launch_options
 from gpu_runner.kernels.logit_adjust import bias_and_count_kernel, penalise_kernel
 from gpu_runner.kernels.logprob_kernels import merge_kernel, parts_kernel
 from gpu_runner.kernels.result_layout import Results, Scores
 from gpu_runner.kernels.sample import PROGRAMS, Tiling
-from gpu_runner.kernels.step_meta import SlotState, StepMeta
+from gpu_runner.kernels.step_meta import StepMeta
 from gpu_runner.kernels.token_mask import RowMasks
 
 HISTORY_BLOCK = 512
@@ -67,7 +68,7 @@ class FullSampling:
         self._part_x = torch.empty(parts, LIST_LANES, device=device)
         self._part_id = torch.empty(parts, LIST_LANES, dtype=torch.int32, device=device)
 
-    def before(self, logits: Tensor, state: SlotState, meta: StepMeta, page_tokens: Tensor) -> None:
+    def before(self, logits: Tensor, state: DeviceState, meta: StepMeta, page_tokens: Tensor) -> None:
         """Adjust logits in place. logits: [N, vocab] float32, contiguous; row i is of the step's row
         `meta.sample_row[i]`. page_tokens: as `step_meta` wrote it for this step."""
         if logits.shape[1] != self._vocab or logits.dtype != torch.float32 or not logits.is_contiguous():

@@ -15,11 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.launch import launch_options
 from gpu_runner.kernels.result_layout import Scores
 from gpu_runner.kernels.sample_full import FullSampling
 from gpu_runner.kernels.sample_noise import without_nan
-from gpu_runner.kernels.step_meta import SlotState, new_step_meta
+from gpu_runner.kernels.step_meta import new_step_meta
 from gpu_runner.kernels.upload_layout import SCORE_WORDS, count_word, offset_word
 
 BLOCK = 4096
@@ -48,7 +49,7 @@ class _ScoredSlots:
 class PromptScorer:
     """Buffers of one stream's steps, which use them one after the other."""
 
-    def __init__(self, full: FullSampling, state: SlotState, *, max_rows: int) -> None:
+    def __init__(self, full: FullSampling, state: DeviceState, *, max_rows: int) -> None:
         """full: lends its scratch. state: lends tensors of which nothing is read. max_rows: most scores of a step."""
         device = state.logprobs.device
 

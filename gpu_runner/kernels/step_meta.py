@@ -5,13 +5,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import triton
 from torch import Tensor
 
 from asyncengine.config import PAGE_SIZE
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.host_ring import WORDS_PER_TOKEN, HostRing
 from gpu_runner.kernels.launch import launch_options, on_gpu
 from gpu_runner.kernels.step_meta_kernel import step_meta_kernel
@@ -25,32 +25,6 @@ FETCH_BLOCK = 4096
 AHEAD_STEP = 16
 """Words of a plan that a program asks the host's memory for at once, or fewer, as the graph's bucket says, in steps
 that let it take four at a time."""
-
-
-class SlotState(Protocol):
-    """Tensors by slot that steps leave to each other; see `gpu_runner.device.state.DeviceState`."""
-
-    page_table: Tensor  # [num_slots, pages_per_seq] int32
-    last_token: Tensor  # [num_slots] int32, as all without a remark
-    kv_len: Tensor
-    done: Tensor  # bool
-    temperature: Tensor  # float32
-    top_k: Tensor
-    top_p: Tensor  # float32
-    min_p: Tensor  # float32
-    seed: Tensor  # int64
-    limit: Tensor
-    min_tokens_until: Tensor
-    stop_ids: Tensor  # [num_slots, MAX_STOP_IDS] int32
-    prompt_len: Tensor
-    presence_penalty: Tensor  # float32
-    frequency_penalty: Tensor  # float32
-    repetition_penalty: Tensor  # float32
-    logprobs: Tensor
-    constrained: Tensor
-    num_bias: Tensor
-    bias_ids: Tensor  # [num_slots, MAX_BIAS_IDS] int32
-    bias_values: Tensor  # [num_slots, MAX_BIAS_IDS] float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +79,7 @@ def new_step_meta(*, max_rows: int, max_tokens: int, device: torch.device) -> St
 
 def step_meta(
     upload: Tensor,
-    state: SlotState,
+    state: DeviceState,
     meta: StepMeta,
     page_tokens: Tensor,
     *,

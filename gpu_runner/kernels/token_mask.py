@@ -15,10 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.launch import launch_options
 from gpu_runner.kernels.logit_adjust import live_sample
 from gpu_runner.kernels.mask_layout import mask_words
-from gpu_runner.kernels.step_meta import SlotState, StepMeta
+from gpu_runner.kernels.step_meta import StepMeta
 
 BLOCK = 4096
 """Ids of a program that applies a mask."""
@@ -43,7 +44,7 @@ class RowMasks:
             raise ValueError(f"masks must have {self._words.shape[1]} words; got {masks.shape[1]}")
         self._address.fill_(masks.data_ptr())
 
-    def apply(self, logits: Tensor, state: SlotState, meta: StepMeta) -> None:
+    def apply(self, logits: Tensor, state: DeviceState, meta: StepMeta) -> None:
         """Set logits of constrained rows that their slot's mask does not have to -inf, in place.
 
         logits: [N, vocab] float32, contiguous; row i is of the step's row `meta.sample_row[i]`. Fixed in a graph: all

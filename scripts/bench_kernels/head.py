@@ -21,9 +21,9 @@ from graph_timer import median_us
 from linear import FLOPS_PER_US, MODELS, compile_all, random_normal
 from torch import Tensor
 
-from gpu_runner.device.state import DeviceState
 from gpu_runner.kernels import norm_rope, reference_sampling
 from gpu_runner.kernels.cuda_ops import CudaOps
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.head import HeadSampler
 from gpu_runner.kernels.head_config import HeadConfig
 from gpu_runner.kernels.sample import Sampler

@@ -19,8 +19,8 @@ from graph_timer import median_us
 from torch import Tensor
 
 from asyncengine.config import MAX_STOP_IDS
-from gpu_runner.device.state import DeviceState
 from gpu_runner.kernels import norm_rope, reference
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.host_ring import HostRing
 from gpu_runner.kernels.post_update import post_update_to_host
 from gpu_runner.kernels.result_layout import Results, result_words

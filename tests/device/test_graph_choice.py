@@ -15,8 +15,8 @@ from gpu_runner.device.buffers import PackedStep
 from gpu_runner.device.graph_step import GraphStep, Uncaptured
 from gpu_runner.device.memory import allocate_kv_cache
 from gpu_runner.device.sampling_path import SamplingPath
-from gpu_runner.device.state import DeviceState
 from gpu_runner.kernels.cuda_ops import CudaOps
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.upload_layout import upload_words
 from gpu_runner.models.registry import random_model
 from gpu_runner.schedule.buckets import bucket_for, token_buckets

@@ -17,10 +17,10 @@ from gpu_runner.device.buffers import pages_for
 from gpu_runner.device.executor import Executor, StepRunner
 from gpu_runner.device.graph_step import GraphStep
 from gpu_runner.device.memory import allocate_kv_cache
-from gpu_runner.device.state import DeviceState
 from gpu_runner.device.step import Step
 from gpu_runner.device.target import make_stream
 from gpu_runner.kernels.cuda_ops import CudaOps
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.head_config import HeadConfig
 from gpu_runner.kernels.upload_layout import upload_words
 from gpu_runner.models.registry import random_model
