@@ -221,7 +221,7 @@ class GpuBuild:
 
     def _ops(self, device: torch.device) -> CudaOps:
         if self._config.batch_invariant:
-            return InvariantCudaOps(device)
+            return InvariantCudaOps()
         return CudaOps.for_weights(linear_shapes(self._model), max_tokens=self._step_tokens, device=device)
 
     def _make_step(self, decoder: Decoder, model: ModelConfig, device: torch.device, *, num_pages: int) -> GraphStep:

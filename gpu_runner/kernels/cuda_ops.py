@@ -46,7 +46,6 @@ class CudaOps:
 
     def __init__(
         self,
-        device: torch.device,
         *,
         scratch: linear.SplitScratch | None = None,
         choose: Callable[[Tensor, Tensor], LinearConfig | None] = _chosen,
@@ -62,7 +61,7 @@ class CudaOps:
         """For a model whose linear layers, the head too, have weights of these shapes, [N, K]."""
         values, tiles = largest_scratch(shapes, max_tokens)
         scratch = linear.SplitScratch.allocate(max_values=values, max_tiles=tiles, device=device)
-        return cls(device, scratch=scratch)
+        return cls(scratch=scratch)
 
     def embed(self, token_ids: Tensor, embedding: Tensor, *, out: Tensor | None = None) -> Tensor:
         return norm_rope.embedding(token_ids, embedding, out=out)

@@ -11,7 +11,6 @@ hardware does; tests on a GPU check it.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from gpu_runner.kernels.cuda_ops import CudaOps
@@ -26,5 +25,5 @@ def _by_weight(x: Tensor, weight: Tensor) -> TileConfig:
 class InvariantCudaOps(CudaOps):
     """`ModelOps` on one GPU and one stream; a step's work lists are of all rows (`WorkList.all_rows`)."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device, choose=_by_weight)
+    def __init__(self) -> None:
+        super().__init__(choose=_by_weight)

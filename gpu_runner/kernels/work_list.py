@@ -71,8 +71,6 @@ class WorkList:
     """
 
     max_rows: int
-    max_tokens: int
-    num_kv_heads: int
     target_items: int
     tile_tokens: int
     split_step: int
@@ -127,8 +125,6 @@ def allocate_work_list(
 
     return WorkList(
         max_rows=max_rows,
-        max_tokens=max_tokens,
-        num_kv_heads=num_kv_heads,
         target_items=target,
         tile_tokens=tile_tokens,
         split_step=split_step,

@@ -61,7 +61,7 @@ class Bench:
         self.norm = torch.ones(self.model.hidden, dtype=DTYPE, device=DEVICE)
         self.weight = random_normal(self.model.vocab, self.model.hidden).mul_(SPREAD * self.model.hidden**-0.5)
         self.residual = random_normal(MAX_ROWS, self.model.hidden)
-        self.ops = CudaOps(DEVICE)
+        self.ops = CudaOps()
         self.sampler = Sampler(max_rows=MAX_ROWS, vocab=self.model.vocab, device=DEVICE)
         self.head = HeadSampler(max_rows=MAX_ROWS, device=DEVICE)
         self.state = DeviceState(num_slots=MAX_ROWS, pages_per_seq=1, device=DEVICE)

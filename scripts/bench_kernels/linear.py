@@ -96,7 +96,7 @@ class Chain:
         self.head = self._weight(model.linear("head")) if head else None
         self.names = (*LAYER, "head") if head else LAYER
         scratch = SplitScratch.allocate(max_values=SCRATCH_VALUES, max_tiles=SCRATCH_TILES, device=DEVICE)
-        self.ops = CudaOps(DEVICE, scratch=scratch, choose=self._choose)
+        self.ops = CudaOps(scratch=scratch, choose=self._choose)
 
     def set(self, linear: Linear, way: Way) -> None:
         self.ways[linear.n, linear.k] = way

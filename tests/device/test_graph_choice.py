@@ -37,7 +37,7 @@ class Notes:
             folder, vocab_size=60, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
             num_key_value_heads=1, head_dim=16,
         )  # fmt: skip
-        decoder = random_model(model, device=CPU, dtype=torch.float32, ops=CudaOps(CPU))
+        decoder = random_model(model, device=CPU, dtype=torch.float32, ops=CudaOps())
         self.step = GraphStep(
             decoder=decoder,
             model=decoder.config,

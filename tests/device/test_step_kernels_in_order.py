@@ -51,7 +51,7 @@ PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (19, 1, 6, 5, 
 
 def executor(model: str, *, kernels: bool) -> Executor:
     """Of `GraphStep` that captures nothing, or of `Step`."""
-    decoder = random_model(model, device=CPU, dtype=torch.float32, ops=CudaOps(CPU) if kernels else None)
+    decoder = random_model(model, device=CPU, dtype=torch.float32, ops=CudaOps() if kernels else None)
     kv_cache = allocate_kv_cache(decoder.config, NUM_PAGES, torch.float32, CPU)
     num_slots, pages_per_seq = 2 * ROWS, pages_for(CONTEXT)
     state = DeviceState(num_slots=num_slots, pages_per_seq=pages_per_seq, device=CPU)
