@@ -11,7 +11,7 @@ without these calls. As in `sample`, only the contents of tensors may differ bet
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import triton
@@ -36,20 +36,6 @@ ONE_PART_TILING = replace(TILING, programs=1)
 LIST_LANES = triton.next_power_of_2(MAX_TOP_LOGPROBS)
 FEW_PARTS = 16
 """Up to so many parts of a row are merged by a kernel of their own; to compile one for each number takes too long."""
-
-
-class ReportState(Protocol):
-    """What log-probabilities depend on of the state of slots."""
-
-    logprobs: Tensor
-    prompt_len: Tensor
-    presence_penalty: Tensor
-    frequency_penalty: Tensor
-    repetition_penalty: Tensor
-    num_bias: Tensor
-    bias_ids: Tensor
-    bias_values: Tensor
-    page_table: Tensor
 
 
 class FullSampling:
@@ -111,7 +97,7 @@ class FullSampling:
         )
         self.masks.apply(logits, state, meta)
 
-    def measure(self, logits: Tensor, state: ReportState, meta: StepMeta) -> None:
+    def measure(self, logits: Tensor, state: DeviceState, meta: StepMeta) -> None:
         """Take what `after` needs of the model's own logits. logits: as for `before`."""
         rows = len(logits)
         cut = self._tiling.cut(rows, self._vocab)
@@ -136,7 +122,7 @@ class FullSampling:
         self,
         logits: Tensor,
         sampled: Tensor,
-        state: ReportState,
+        state: DeviceState,
         meta: StepMeta,
         page_tokens: Tensor,
         results: Results | Scores,
@@ -179,11 +165,11 @@ class FullSampling:
         )
 
     @staticmethod
-    def _biases(state: ReportState) -> tuple[Tensor, ...]:
+    def _biases(state: DeviceState) -> tuple[Tensor, ...]:
         return state.num_bias, state.bias_ids, state.bias_values
 
     @staticmethod
-    def _bias_shape(state: ReportState) -> dict[str, int]:
+    def _bias_shape(state: DeviceState) -> dict[str, int]:
         width = state.bias_ids.shape[1]
         return {"BIAS_WIDTH": width, "BIAS_BLOCK": triton.next_power_of_2(width)}
 

@@ -8,7 +8,7 @@ As in `sample_full`, only the contents of tensors may differ between replays of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import copy
 
 import torch
 import triton
@@ -31,21 +31,6 @@ _WORDS = tl.constexpr(SCORE_WORDS)
 _INFINITY = tl.constexpr(float("inf"))
 
 
-@dataclass(slots=True)
-class _ScoredSlots:
-    """What `FullSampling` reads of slots that have nothing but tokens to report."""
-
-    logprobs: Tensor
-    prompt_len: Tensor
-    presence_penalty: Tensor
-    frequency_penalty: Tensor
-    repetition_penalty: Tensor
-    num_bias: Tensor
-    bias_ids: Tensor
-    bias_values: Tensor
-    page_table: Tensor
-
-
 class PromptScorer:
     """Buffers of one stream's steps, which use them one after the other."""
 
@@ -60,17 +45,11 @@ class PromptScorer:
         """[max_rows]: the scored tokens' indices among the step's, behind them 0."""
         self._target = zeros()
         self._full = full
-        self._slots = _ScoredSlots(
-            logprobs=zeros(),
-            prompt_len=zeros(),
-            presence_penalty=zeros(torch.float32),
-            frequency_penalty=zeros(torch.float32),
-            repetition_penalty=torch.ones(max_rows, device=device),
-            num_bias=zeros(),
-            bias_ids=state.bias_ids,
-            bias_values=state.bias_values,
-            page_table=state.page_table,
-        )
+        # slots that have nothing but tokens to report
+        self._slots = slots = copy(state)
+        slots.logprobs, slots.prompt_len, slots.num_bias = zeros(), zeros(), zeros()
+        slots.presence_penalty, slots.frequency_penalty = zeros(torch.float32), zeros(torch.float32)
+        slots.repetition_penalty = torch.ones(max_rows, device=device)
         self._meta = new_step_meta(max_rows=max_rows, max_tokens=1, device=device)
         for tensor in (self._meta.sample_row, self._meta.row_slot):
             tensor.copy_(torch.arange(max_rows, dtype=torch.int32))
