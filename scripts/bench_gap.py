@@ -162,13 +162,19 @@ def steps_within(run_dir: Path | None, begin: float, end: float) -> dict[str, An
 COLUMNS = ("run", "gap p50 ms", "p99", "max", "TTFT ms", "steps", "chunk", "device ms", "max", "off")
 
 
-def line(row: dict[str, Any]) -> str:
+def cells(row: dict[str, Any]) -> list[str]:
+    """As `COLUMNS`."""
     device = row.get("device_ms", {})
-    cells = [str(row["run"]), *(f"{row['gap_ms'][mark]:.1f}" for mark in ("p50", "p99", "max"))]
-    cells += [f"{row['ttft_ms']:.0f}", str(row.get("steps", "-")), f"{row['chunk']:.0f}" if "chunk" in row else "-"]
-    cells += [f"{device[mark]:.1f}" if device else "-" for mark in ("p50", "max")]
-    cells.append(f"{100 * row['error']:.1f} %")
-    return f"{row['class']:<12}" + "".join(f"{cell:>11}" for cell in cells)
+    return [
+        *(str(row["run"]), *(f"{row['gap_ms'][mark]:.1f}" for mark in ("p50", "p99", "max")), f"{row['ttft_ms']:.0f}"),
+        *(str(row.get("steps", "-")), f"{row['chunk']:.0f}" if "chunk" in row else "-"),
+        *(f"{device[mark]:.1f}" if device else "-" for mark in ("p50", "max")),
+        f"{100 * row['error']:.1f} %",
+    ]
+
+
+def line(row: dict[str, Any]) -> str:
+    return f"{row['class']:<12}" + "".join(f"{cell:>11}" for cell in cells(row))
 
 
 def main() -> None:
@@ -185,16 +191,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.run_dir is None:
-        args.run_dir = newest_run_dir()
+        args.run_dir = next(iter(in_use(Path(tempfile.gettempdir()))), None)
     print(f"{args.streams} streams beside a prompt of {args.prompt}")
     print(f"{'class':<12}" + "".join(f"{name:>11}" for name in COLUMNS))
     rows = asyncio.run(measure(args))
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2) + "\n")
-
-
-def newest_run_dir() -> Path | None:
-    return next(iter(in_use(Path(tempfile.gettempdir()))), None)
 
 
 if __name__ == "__main__":

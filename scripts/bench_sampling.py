@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_step import DATA, WARM_STEPS, Engine, prompts
+from bench_step import DATA, WARM_STEPS, Engine, end_rows, prompts
 
 from asyncengine.config import EngineConfig
 from asyncengine.sampling import SamplingParams, Structured
@@ -67,9 +67,7 @@ def measure(engine: Engine, batch: int, context: int, steps: int, way: str, rows
             tokens += plan.num_rows
             free += 1
     seconds = time.perf_counter() - begin
-    for rid in range(batch):
-        engine.scheduler.abort(rid)
-    engine.drain()
+    end_rows(engine, batch)
     return tokens / seconds, free / seconds
 
 

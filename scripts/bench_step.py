@@ -116,12 +116,12 @@ def prompts(count: int, length: int, vocab_size: int) -> list[np.ndarray]:
 def measure_decode(engine: Engine, batch: int, context: int, steps: int) -> dict[str, Any]:
     """Steps whose rows attend to `context` tokens on average, or as few more as prompts of one token allow."""
     wanted = length = max(1, context - WARM_STEPS - steps // 2)
-    reached = _start_rows(engine, batch, length, steps)
+    reached = start_rows(engine, batch, length, steps)
     # Rows that started early decoded while others prefilled, for a time that grows with the prompts.
     length = max(1, round(length * wanted / reached))
     if length < wanted:
-        _end_rows(engine, batch)
-        _start_rows(engine, batch, length, steps)
+        end_rows(engine, batch)
+        start_rows(engine, batch, length, steps)
     times: list[float] = []
     host: list[HostTimes] = []
     contexts: list[float] = []
@@ -136,7 +136,7 @@ def measure_decode(engine: Engine, batch: int, context: int, steps: int) -> dict
                 host.append(engine.host_s)
                 contexts.append(_mean_context(plan))
         last = now
-    _end_rows(engine, batch)
+    end_rows(engine, batch)
     executor = engine.executor
     measured = float(np.mean(contexts))
     kv_bytes = batch * measured * executor.model_config.kv_bytes_per_token(_dtype(executor))
@@ -154,8 +154,9 @@ def measure_decode(engine: Engine, batch: int, context: int, steps: int) -> dict
     }
 
 
-def _start_rows(engine: Engine, batch: int, length: int, steps: int) -> float:
-    """Decodes until all rows do, from prompts of `length` tokens; returns the mean context of the first such step."""
+def start_rows(engine: Engine, batch: int, length: int, steps: int) -> float:
+    """Decodes until all rows do, from prompts of `length` tokens, and can for some hundred steps more than `steps`;
+    returns the mean context of the first such step."""
     engine.reset()
     for rid, prompt in enumerate(prompts(batch, length, engine.executor.model_config.vocab_size)):
         engine.add(rid, prompt, steps + 400)
@@ -164,7 +165,7 @@ def _start_rows(engine: Engine, batch: int, length: int, steps: int) -> float:
     return _mean_context(plan)
 
 
-def _end_rows(engine: Engine, batch: int) -> None:
+def end_rows(engine: Engine, batch: int) -> None:
     for rid in range(batch):
         engine.scheduler.abort(rid)
     engine.drain()
@@ -178,14 +179,9 @@ def _mean_context(plan: StepPlan) -> float:
 def measure_mixed(engine: Engine, batch: int, context: int) -> dict[str, Any]:
     """Full steps of one prompt's chunks beside `batch` rows that decode. On average over the steps: tokens of context
     that the rows attend to, and pairs of a prefill token and one that it attends to."""
-    engine.reset()
-    vocab_size = engine.executor.model_config.vocab_size
     length = min(MIXED_CHUNKS * engine.executor.max_step_tokens, engine.executor.max_model_len - 1)
-    for rid, prompt in enumerate(prompts(batch, max(1, context - WARM_STEPS), vocab_size)):
-        engine.add(rid, prompt, WARM_STEPS + 400)
-    while (plan := engine.turn()) is None or plan.num_decode_rows < batch:
-        pass
-    engine.add(batch, prompts(1, length, vocab_size)[0], 1)
+    start_rows(engine, batch, max(1, context - WARM_STEPS), WARM_STEPS)
+    engine.add(batch, prompts(1, length, engine.executor.model_config.vocab_size)[0], 1)
     times, contexts, pairs = [], [], []
     last = time.perf_counter()
     while engine.scheduler.knows(batch):
@@ -197,7 +193,7 @@ def measure_mixed(engine: Engine, batch: int, context: int) -> dict[str, Any]:
             contexts.append(int(plan.row_start[:batch].sum()) + batch)
             pairs.append(attended_pairs(start, chunk))
         last = now
-    _end_rows(engine, batch)
+    end_rows(engine, batch)
     return {
         "batch": batch,
         "context_tokens": float(np.mean(contexts)),

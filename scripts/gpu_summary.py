@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import bench_gap
 import check_recovery
 
 
@@ -132,35 +133,9 @@ def beside(folder: Path) -> str:
     rows = []
     for model, runs in read(folder, "beside"):
         for run in runs:
-            device = run.get("device_ms", {})
-            rows.append(
-                (
-                    *(model, f"{run['class']} {run['run']}", f"{run['streams']} beside {run['prompt']}"),
-                    *(f"{run['gap_ms'][mark]:.1f}" for mark in ("p50", "p99", "max")),
-                    *(
-                        f"{run['ttft_ms']:.0f}",
-                        f"{run.get('steps', '-')}",
-                        f"{run['chunk']:.0f}" if "chunk" in run else "-",
-                    ),
-                    *(f"{device[mark]:.1f}" if device else "-" for mark in ("p50", "max")),
-                    f"{100 * run['error']:.1f} %",
-                )
-            )
-    head = (
-        "gaps",
-        "class, run",
-        "streams",
-        "p50 ms",
-        "p99",
-        "max",
-        "TTFT ms",
-        "steps",
-        "chunk",
-        "device ms",
-        "max",
-        "off",
-    )
-    return table(head, rows)
+            number, *cells = bench_gap.cells(run)
+            rows.append((model, f"{run['class']} {number}", f"{run['streams']} beside {run['prompt']}", *cells))
+    return table(("gaps", "class, run", "streams", "p50 ms", *bench_gap.COLUMNS[2:]), rows)
 
 
 def recovery(folder: Path) -> str:

@@ -25,14 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_step import DATA, Engine, measure_decode, prompts
+from bench_step import DATA, WARM_STEPS, Engine, end_rows, measure_decode, start_rows
 from lanes.gaps import Interval, Report, analyse
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from asyncengine.config import EngineConfig
 
-WARM_STEPS = 20
 DISCARDED_STEPS = 5
 """At both ends of what was profiled: the pipeline fills after the clocks were compared, and drains."""
 FIRST_KERNEL = "step_meta_kernel"
@@ -71,13 +70,9 @@ def mark_phases(engine: Engine) -> list[Interval]:
 
 def profile_decode(engine: Engine, batch: int, context: int, steps: int) -> tuple[Report, bool]:
     """The report, and whether the host's clock could be compared with the GPU's."""
-    engine.reset()
-    for rid, prompt in enumerate(prompts(batch, context, engine.executor.model_config.vocab_size)):
-        engine.add(rid, prompt, steps + 400)
-    decoded = 0
-    while decoded < WARM_STEPS:
-        plan = engine.turn()
-        decoded += plan is not None and plan.num_decode_rows == batch
+    start_rows(engine, batch, context, steps)
+    for _ in range(WARM_STEPS):
+        engine.turn()
     gc.collect()
     gc.disable()  # as in the loop
     phases = mark_phases(engine)
@@ -92,9 +87,7 @@ def profile_decode(engine: Engine, batch: int, context: int, steps: int) -> tupl
     gc.enable()
     for method in ("launch", "collect"):
         delattr(engine.executor, method)  # the class's own again
-    for rid in range(batch):
-        engine.scheduler.abort(rid)
-    engine.drain()
+    end_rows(engine, batch)
 
     kernels, begins, synchronized = read_events(profiler)
     if len(begins) <= 2 * DISCARDED_STEPS + 1:

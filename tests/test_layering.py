@@ -105,7 +105,7 @@ def test_importing_a_module_does_not_load_what_it_has_no_use_for(module: str, ab
         ("gpu_runner.kernels.reference", "from gpu_runner.models import decoder"),
         ("gpu_runner.kernels.reference", "from ..device import buffers"),
         ("gpu_runner.kernels", "from ..models import decoder"),
-        ("gpu_runner.models.decoder", "from gpu_runner.device.state import DeviceState"),
+        ("gpu_runner.models.decoder", "from gpu_runner.device.executor import Executor"),
         ("gpu_runner.models.decoder", "from gpu_runner.schedule.plan import StepPlan"),
         ("gpu_runner.device.executor", "from gpu_runner.schedule.scheduler import Scheduler"),
         ("gpu_runner.device.executor", "from gpu_runner.schedule import scheduler"),

@@ -26,11 +26,11 @@ from gpu_runner.device.memory import (
 )
 from gpu_runner.device.page_copies import PageCopies
 from gpu_runner.device.ready import Progress, Ready
-from gpu_runner.device.state import DeviceState
 from gpu_runner.device.step import Step
 from gpu_runner.device.stream import InlineStream
 from gpu_runner.device.target import choose_device, choose_dtype, make_stream
 from gpu_runner.kernels import reference_page_copy
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.invariant_reference_ops import InvariantReferenceOps, rows_are_alike
 from gpu_runner.kernels.ops import ModelOps
 from gpu_runner.kernels.reference_ops import ReferenceOps
@@ -47,13 +47,12 @@ def build_executor(
     *,
     num_slots: int,
     graphs: bool = True,
-    pdl: bool = True,
 ) -> Executor:
     """Load the model and make everything ready for the first step.
 
-    num_slots: rows of the device's state. graphs, pdl: whether a GPU replays captured graphs, and whether its kernels
-    use programmatic dependent launch; off to check that results do not depend on them. Raises `StartupError`: no such
-    device, a model that cannot be loaded, a context length or KV cache that does not fit.
+    num_slots: rows of the device's state. graphs: whether a GPU replays captured graphs; off to check that
+    results do not depend on them. Raises `StartupError`: no such device, a model that cannot be loaded, a context
+    length or KV cache that does not fit.
     """
     device = choose_device(config)
     dtype = choose_dtype(config, device)
@@ -69,7 +68,7 @@ def build_executor(
         from gpu_runner.device.build_gpu import GpuBuild
 
         build = GpuBuild(
-            config, model, device=device, dtype=dtype, num_slots=num_slots, progress=progress, graphs=graphs, pdl=pdl
+            config, model, device=device, dtype=dtype, num_slots=num_slots, progress=progress, graphs=graphs
         )
         ready = build.run(load)
     else:

@@ -35,10 +35,10 @@ from gpu_runner.device.memory import (
     wanted_model_len,
 )
 from gpu_runner.device.ready import Progress, Ready
-from gpu_runner.device.state import DeviceState
 from gpu_runner.device.stream import Stream, Work
 from gpu_runner.device.target import check_capability, make_stream
 from gpu_runner.kernels.cuda_ops import CudaOps
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.invariant_cuda_ops import InvariantCudaOps
 from gpu_runner.kernels.kernel_cache import use_writable_cache
 from gpu_runner.kernels.kernel_compiler import KernelCompiler
@@ -69,9 +69,8 @@ class GpuBuild:
         num_slots: int,
         progress: Progress,
         graphs: bool,
-        pdl: bool,
     ) -> None:
-        """graphs, pdl: as for `build_executor`. Raises `StartupError` for a GPU or a model the kernels cannot serve."""
+        """graphs: as for `build_executor`. Raises `StartupError` for a GPU or a model the kernels cannot serve."""
         _check_supported(model, device)
         if config.batch_invariant:
             _check_invariant(model, dtype)
@@ -82,7 +81,6 @@ class GpuBuild:
         self._num_slots = num_slots
         self._progress = progress
         self._graphs = graphs
-        self._pdl = pdl
         self._step_tokens = config.step_tokens(on_gpu=True)
         self._pages_per_seq = pages_for(wanted_model_len(config, model))
         self._memory = GpuMemory(device, utilization=config.gpu_memory_utilization)
@@ -223,10 +221,8 @@ class GpuBuild:
 
     def _ops(self, device: torch.device) -> CudaOps:
         if self._config.batch_invariant:
-            return InvariantCudaOps(device, pdl=self._pdl)
-        return CudaOps.for_weights(
-            linear_shapes(self._model), max_tokens=self._step_tokens, device=device, pdl=self._pdl
-        )
+            return InvariantCudaOps()
+        return CudaOps.for_weights(linear_shapes(self._model), max_tokens=self._step_tokens, device=device)
 
     def _make_step(self, decoder: Decoder, model: ModelConfig, device: torch.device, *, num_pages: int) -> GraphStep:
         return GraphStep(
@@ -241,7 +237,6 @@ class GpuBuild:
             ),
             dtype=self._dtype,
             graphs=self._graphs,
-            pdl=self._pdl,
             invariant=self._config.batch_invariant,
         )
 

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from asyncengine.config import PAGE_SIZE
 from gpu_runner.device.buffers import RING_DEPTH, PackedStep, RingSlot
-from gpu_runner.device.state import DeviceState
 from gpu_runner.device.token_masks import TokenMasks
 from gpu_runner.kernels import norm_rope
 from gpu_runner.kernels.cuda_ops import CudaMeta
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.head import HeadSampler
 from gpu_runner.kernels.head_config import choose_head
 from gpu_runner.kernels.host_ring import HostRing, deliver, deliver_scores, fetch
@@ -80,17 +80,15 @@ class GraphStep:
         upload_words: int,
         dtype: torch.dtype,
         graphs: bool = True,
-        pdl: bool = True,
         invariant: bool = False,
     ) -> None:
-        """max_rows: rows of any step. kv_cache: may be replaced until `capture`. graphs, pdl: off to check that results
-        do not depend on them. invariant: a row's results must not depend on others, bit for bit; the decoder runs on
+        """max_rows: rows of any step. kv_cache: may be replaced until `capture`. graphs: off to check that results do
+        not depend on them. invariant: a row's results must not depend on others, bit for bit; the decoder runs on
         `InvariantCudaOps`."""
         device = state.done.device
         self.kv_cache = kv_cache
         self._decoder = decoder
         self._graphs = graphs
-        self._pdl = pdl
         self._fuses_head = not invariant  # whose sums are others than those of logits in memory
         self._state = state
         self._token_buckets = token_buckets(max_step_tokens)
@@ -112,8 +110,8 @@ class GraphStep:
             )
             for window in dict.fromkeys(model.layer_windows)
         }
-        self._sampler = Sampler(max_rows=max_rows, vocab=model.vocab_size, device=device, pdl=pdl)
-        self._head = HeadSampler(max_rows=max_rows, device=device, pdl=pdl)
+        self._sampler = Sampler(max_rows=max_rows, vocab=model.vocab_size, device=device)
+        self._head = HeadSampler(max_rows=max_rows, device=device)
         self._vocab = model.vocab_size
         self._sample_hidden = torch.zeros(max_rows, model.hidden_size, dtype=dtype, device=device)
         self._sampled = torch.zeros(max_rows, dtype=torch.int32, device=device)
@@ -121,7 +119,6 @@ class GraphStep:
             max_rows=max_rows,
             vocab=model.vocab_size,
             device=device,
-            pdl=pdl,
             tiling=ONE_PART_TILING if invariant else TILING,
         )
         self._results = torch.zeros(result_words(len(state.done)), dtype=torch.int32, device=device)
@@ -129,7 +126,7 @@ class GraphStep:
         # of steps that prefill, for the score graph to find some of its rows
         self._residual = torch.zeros(max_step_tokens, model.hidden_size, dtype=dtype, device=device)
         self._score_hidden = torch.zeros(max_rows, model.hidden_size, dtype=dtype, device=device)
-        self._scorer = PromptScorer(self._full, state, max_rows=max_rows, pdl=pdl)
+        self._scorer = PromptScorer(self._full, state, max_rows=max_rows)
         self._scores = torch.zeros(score_words(len(state.done)), dtype=torch.int32, device=device)
         self._score_graphs: dict[int, Graph] = {}
         self._forward_graphs: dict[tuple[int, bool], Graph] = {}
@@ -241,7 +238,7 @@ class GraphStep:
         residual = self._layers(num_tokens, prefill=prefill)
         samples = min(num_tokens, self._max_rows)
         tokens, out = self._meta.sample_token[:samples], self._sample_hidden[:samples]
-        norm_rope.embedding(tokens, residual, out=out, pdl=self._pdl)
+        norm_rope.embedding(tokens, residual, out=out)
 
     def _layers(self, num_tokens: int, *, prefill: bool) -> Tensor:
         """From the upload to the last residual of each token."""
@@ -249,7 +246,7 @@ class GraphStep:
         first, *others = self._work.values()
         split_step = None if prefill or num_tokens > LONE_ROWS else LONE_SPLIT_STEP
         if prefill:
-            fetch(self._host_ring, self._inputs, num_tokens=num_tokens, pdl=self._pdl)
+            fetch(self._host_ring, self._inputs, num_tokens=num_tokens)
         step_meta(
             *(self._inputs, self._state, meta, self._page_tokens),
             num_tokens=num_tokens,
@@ -257,7 +254,6 @@ class GraphStep:
             work=first,
             prefill=prefill,
             split_step=split_step,
-            pdl=self._pdl,
         )
         for work in others:
             build_work_list(
@@ -270,7 +266,6 @@ class GraphStep:
                 page_table=page_table,
                 prefill=prefill,
                 split_step=split_step,
-                pdl=self._pdl,
             )
         layers = CudaMeta(step=meta, work=self._work, page_table=page_table, prefill=prefill)
         residual = self._residual[:num_tokens] if prefill else None
@@ -279,10 +274,10 @@ class GraphStep:
     def _score(self, rows: int) -> None:
         """From the residuals of a step that prefills to the scores that its plan asks for, at most `rows`."""
         token, hidden = self._scorer.unpack(self._inputs, rows), self._score_hidden[:rows]
-        norm_rope.embedding(token, self._residual, out=hidden, pdl=self._pdl)
+        norm_rope.embedding(token, self._residual, out=hidden)
         scores = self._scores
         self._scorer.score(self._decoder.logits(hidden), self._page_tokens, Scores.of(scores))
-        deliver_scores(self._host_ring, self._inputs, scores, first_word=len(self._results), pdl=self._pdl)
+        deliver_scores(self._host_ring, self._inputs, scores, first_word=len(self._results))
 
     def _finish(self, variant: Variant, hidden: Tensor) -> None:
         """From those residuals to the results. hidden: [N, hidden], N at least the step's samples."""
@@ -290,13 +285,12 @@ class GraphStep:
         if variant != "none" and not self._choose_without_logits(variant, hidden, sampled):
             self._choose_by_logits(variant, self._decoder.logits(hidden), sampled)
         if variant == "full":
-            post_update(sampled, self._state, self._meta, self._results, pdl=self._pdl)
-            deliver(self._host_ring, self._inputs, self._results, pdl=self._pdl)
+            post_update(sampled, self._state, self._meta, self._results)
+            deliver(self._host_ring, self._inputs, self._results)
         else:
             post_update_to_host(
                 *(sampled, self._state, self._meta, self._host_ring, self._inputs),
                 num_slots=len(self._state.done),
-                pdl=self._pdl,
             )
 
     def _choose_without_logits(self, variant: Variant, hidden: Tensor, sampled: Tensor) -> bool:

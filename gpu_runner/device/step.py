@@ -15,10 +15,10 @@ from torch import Tensor
 from asyncengine.config import PAGE_SIZE
 from asyncengine.wire.base import Finish
 from gpu_runner.device.buffers import PackedStep, RingSlot
-from gpu_runner.device.state import DeviceState
 from gpu_runner.device.token_masks import TokenMasks
 from gpu_runner.device.upload_views import START_SECTIONS, UploadViews
 from gpu_runner.kernels import reference_adjust, reference_sampling
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.ops import BatchMeta
 from gpu_runner.kernels.reference_adjust import AdjustRows, TopLogprobs
 from gpu_runner.kernels.reference_page_copy import PageMemory

@@ -14,13 +14,13 @@ base-2 logarithm of its weight, and the one that arrives last merges them: no se
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from gpu_runner.kernels.attention_parts import LOG2_E, merge_partials, nearest_own, prefetch_pages
+from gpu_runner.kernels.launch import launch_options, on_gpu
 from gpu_runner.kernels.work_list import ITEM_WORDS, MAX_SPLITS, WorkList
 
 DOT_ROWS = 16
@@ -63,7 +63,6 @@ def decode_attention(
     page_table: Tensor,
     scale: float,
     tiling: DecodeTiling | None = None,
-    pdl: bool = True,
 ) -> None:
     """Attention of a step's decode rows, whose keys and values are in their pages already, into `out`.
 
@@ -74,13 +73,12 @@ def decode_attention(
     Writes the rows below counts[0] and zeros to the padding, tokens counts[2] .. T - 1; leaves the rest. Fixed inside a
     graph: all addresses and shapes. Launches decode_items(T) x num_kv_heads programs.
 
-    pdl: list and page table are read before the wait. So the kernel launched just before must be another than their
+    List and page table are read before the wait (PDL). So the kernel launched just before must be another than their
     writers, and let this one start only behind its own wait, as the one that writes keys and values does.
     """
     num_tokens, num_heads, head_dim = q.shape
     _, _, num_kv_heads, page_size, _ = kv_layer.shape
     tiling = tiling or decode_tiling(num_tokens * num_kv_heads, head_dim, q.element_size())
-    options: dict[str, Any] = {"launch_pdl": True} if pdl and q.is_cuda else {}
     group = num_heads // num_kv_heads
     _decode_kernel[(work.decode_items(num_tokens) * num_kv_heads,)](
         q,
@@ -106,12 +104,10 @@ def decode_attention(
         STAGES=tiling.num_stages,
         ITEM_WORDS=ITEM_WORDS,
         MAX_SPLITS=MAX_SPLITS,
-        PREFETCH_PAGES=tiling.prefetch_pages if q.is_cuda else 0,
+        PREFETCH_PAGES=tiling.prefetch_pages if on_gpu(q) else 0,
         PREFETCH_LANES=32 * tiling.num_warps,
-        PDL=bool(options),
-        num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
-        **options,
+        **launch_options(q, tiling.num_warps),
     )
 
 

@@ -16,7 +16,6 @@ the group's query heads, as often as they fit. Each copy then brings its own par
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -32,6 +31,7 @@ from gpu_runner.kernels.attention_fused_parts import (
     query_operand,
 )
 from gpu_runner.kernels.attention_parts import LOG2_E, merge_partials
+from gpu_runner.kernels.launch import launch_options
 from gpu_runner.kernels.work_list import ITEM_WORDS, MAX_SPLITS, WorkList
 
 MAX_GROUP = 8
@@ -80,7 +80,6 @@ def fused_decode_attention(
     eps: float,
     scale: float,
     tiling: FusedTiling | None = None,
-    pdl: bool = True,
 ) -> None:
     """Attention of a step that has decode rows only, into `out`; their keys and values into their pages.
 
@@ -94,7 +93,7 @@ def fused_decode_attention(
     Writes the rows below counts[0] and zeros to the padding, tokens counts[2] .. T - 1. Fixed inside a graph: all
     addresses and shapes. Launches decode_items(T) x num_kv_heads programs.
 
-    pdl: list, counts, positions, page table and the keys before the newest are read before the wait. So the kernels
+    List, counts, positions, page table and the keys before the newest are read before the wait (PDL). So the kernels
     that wrote them must have ended when the kernel launched just before this one starts, as all have that run before
     a kernel which lets the next one start behind its own wait only.
     """
@@ -108,7 +107,6 @@ def fused_decode_attention(
         )
     tiling = tiling or fused_tiling(num_tokens, head_dim * qkv.element_size())
     run = min(8, head_dim // 8)
-    options: dict[str, Any] = {"launch_pdl": True} if pdl and qkv.is_cuda else {}
     _fused_kernel[(work.decode_items(num_tokens) * num_kv_heads,)](
         qkv,
         kv_layer,
@@ -144,10 +142,8 @@ def fused_decode_attention(
         RUN=run,
         ITEM_WORDS=ITEM_WORDS,
         MAX_SPLITS=MAX_SPLITS,
-        PDL=bool(options),
-        num_warps=tiling.num_warps,
         num_stages=1,
-        **options,
+        **launch_options(qkv, tiling.num_warps),
     )
 
 

@@ -12,13 +12,13 @@ machine holds; tiles come by falling number of keys, dealt out to and fro, so th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from gpu_runner.kernels.attention_parts import LOG2_E, nearest_own
+from gpu_runner.kernels.launch import launch_options
 from gpu_runner.kernels.work_list import TILE_WORDS, WorkList
 
 MULTIPROCESSORS = 132
@@ -54,7 +54,6 @@ def prefill_attention(
     page_table: Tensor,
     scale: float,
     tiling: PrefillTiling | None = None,
-    pdl: bool = True,
 ) -> None:
     """Attention of a step's prefill rows, whose keys and values are in their pages already, into `out`.
 
@@ -70,7 +69,6 @@ def prefill_attention(
     num_tokens, num_heads, head_dim = q.shape
     _, _, num_kv_heads, page_size, _ = kv_layer.shape
     tiling = tiling or prefill_tiling(q.element_size(), all_rows=work.all_rows)
-    options: dict[str, Any] = {"launch_pdl": True} if pdl and q.is_cuda else {}
     group = num_heads // num_kv_heads
     _prefill_kernel[(min(tiling.programs, work.prefill_tiles(num_tokens) * num_kv_heads),)](
         q,
@@ -92,10 +90,8 @@ def prefill_attention(
         WINDOW=work.window or 0,
         MASK_ALL=work.all_rows,
         TILE_WORDS=TILE_WORDS,
-        PDL=bool(options),
-        num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
-        **options,
+        **launch_options(q, tiling.num_warps),
     )
 
 

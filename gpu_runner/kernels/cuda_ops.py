@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,41 +46,45 @@ class CudaOps:
 
     def __init__(
         self,
-        device: torch.device,
         *,
         scratch: linear.SplitScratch | None = None,
-        pdl: bool = True,
         choose: Callable[[Tensor, Tensor], LinearConfig | None] = _chosen,
     ) -> None:
         """scratch: large enough for what `choose` names, None where that shares no tiles. choose: how to compute
         x @ weight.T, of x and weight; None: with cuBLAS."""
-        self._pdl = pdl
         self._rotation: tuple[Tensor, Tensor] | None = None
         self._choose = choose
         self._scratch = scratch
 
     @classmethod
-    def for_weights(
-        cls, shapes: Iterable[tuple[int, int]], *, max_tokens: int, device: torch.device, pdl: bool = True
-    ) -> CudaOps:
+    def for_weights(cls, shapes: Iterable[tuple[int, int]], *, max_tokens: int, device: torch.device) -> CudaOps:
         """For a model whose linear layers, the head too, have weights of these shapes, [N, K]."""
         values, tiles = largest_scratch(shapes, max_tokens)
         scratch = linear.SplitScratch.allocate(max_values=values, max_tiles=tiles, device=device)
-        return cls(device, scratch=scratch, pdl=pdl)
+        return cls(scratch=scratch)
 
     def embed(self, token_ids: Tensor, embedding: Tensor, *, out: Tensor | None = None) -> Tensor:
-        return norm_rope.embedding(token_ids, embedding, out=out, pdl=self._pdl)
+        return norm_rope.embedding(token_ids, embedding, out=out)
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self._norm_linear(x, norm, eps, weight, bias, gate_up=False)
+
+    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self._norm_linear(x, norm, eps, weight, bias, gate_up=True)
+
+    def _norm_linear(
+        self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, *, gate_up: bool
+    ) -> Tensor:
         config = self._choose(x, weight)
         if config is None:
-            return F.linear(self.rms_norm(x, norm, eps), weight, bias)
-        out = x.new_empty(len(x), len(weight))
+            product = F.linear(self.rms_norm(x, norm, eps), weight, bias)
+            return norm_rope.silu_mul(product) if gate_up else product
+        out = x.new_empty(len(x), len(weight) // 2 if gate_up else len(weight))
+        options: dict[str, Any] = {"out": out, "config": config, "bias": bias, "gate_up": gate_up}
         if isinstance(config, FmaConfig):
-            linear.norm_linear(x, norm, eps, weight, out=out, config=config, bias=bias, pdl=self._pdl)
+            linear.linear(x, weight, norm=norm, eps=eps, **options)
         else:
-            x = self.rms_norm(x, norm, eps)
-            linear.linear(x, weight, out=out, config=config, bias=bias, scratch=self._scratch, pdl=self._pdl)
+            linear.linear(self.rms_norm(x, norm, eps), weight, scratch=self._scratch, **options)
         return out
 
     def attend(
@@ -96,39 +101,38 @@ class CudaOps:
         scale: float,
         window: int | None,
     ) -> Tensor:
+        """With a list of all rows, what it returns of padding means nothing: it is not written."""
         tokens = len(qkv)
         positions, kv_index = meta.step.positions[:tokens], meta.step.kv_index[:tokens]
         work, counts, table = meta.work[window], meta.step.counts, meta.page_table
-        rotation = self._rotations(inv_freq, table.shape[1] * PAGE_SIZE)
+        norms: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps}
         _, _, num_kv_heads, _, head_dim = kv_layer.shape
-        if not meta.prefill and tokens <= MAX_ROWS and can_fuse(num_heads, num_kv_heads, head_dim):
-            out = qkv.new_empty(tokens, num_heads, head_dim)
-            fused_decode_attention(
-                *(qkv, kv_layer, out, work),
-                positions=positions,
-                kv_index=kv_index,
-                counts=counts,
-                page_table=table,
-                rotation=rotation,
-                q_norm=q_norm,
-                k_norm=k_norm,
-                eps=eps,
-                scale=scale,
-                pdl=self._pdl,
-            )
-            return out
+        if not work.all_rows:
+            rotation = self._rotations(inv_freq, table.shape[1] * PAGE_SIZE)
+            if not meta.prefill and tokens <= MAX_ROWS and can_fuse(num_heads, num_kv_heads, head_dim):
+                out = qkv.new_empty(tokens, num_heads, head_dim)
+                fused_decode_attention(
+                    *(qkv, kv_layer, out, work),
+                    positions=positions,
+                    kv_index=kv_index,
+                    counts=counts,
+                    page_table=table,
+                    rotation=rotation,
+                    scale=scale,
+                    **norms,
+                )
+                return out
         q = norm_rope.qk_norm_rope_write(
             *(qkv, positions, kv_index, inv_freq, kv_layer),
             num_heads=num_heads,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            eps=eps,
-            pdl=self._pdl,
+            programs_per_token=1 if work.all_rows else None,
+            **norms,
         )
         out = torch.empty_like(q)
-        decode_attention(q, kv_layer, out, work, counts=counts, page_table=table, scale=scale, pdl=self._pdl)
-        if meta.prefill:
-            prefill_attention(q, kv_layer, out, work, page_table=table, scale=scale, pdl=self._pdl)
+        if not work.all_rows:
+            decode_attention(q, kv_layer, out, work, counts=counts, page_table=table, scale=scale)
+        if meta.prefill or work.all_rows:
+            prefill_attention(q, kv_layer, out, work, page_table=table, scale=scale)
         return out
 
     def _rotations(self, inv_freq: Tensor, capacity: int) -> Tensor:
@@ -141,26 +145,14 @@ class CudaOps:
     def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
         config = self._choose(x, weight)
         if config is not None:
-            linear.linear_add(x, weight, residual, config=config, bias=bias, scratch=self._scratch, pdl=self._pdl)
+            linear.linear(x, weight, out=residual, config=config, bias=bias, scratch=self._scratch, add=True)
         elif bias is None:
             torch.addmm(residual, x, weight.t(), out=residual)
         else:
             residual += F.linear(x, weight, bias)
 
-    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        config = self._choose(x, weight)
-        if config is None:
-            return norm_rope.silu_mul(F.linear(self.rms_norm(x, norm, eps), weight, bias), pdl=self._pdl)
-        out = x.new_empty(len(x), len(weight) // 2)
-        if isinstance(config, FmaConfig):
-            linear.norm_gate_up(x, norm, eps, weight, out=out, config=config, bias=bias, pdl=self._pdl)
-        else:
-            x = self.rms_norm(x, norm, eps)
-            linear.gate_up(x, weight, out=out, config=config, bias=bias, scratch=self._scratch, pdl=self._pdl)
-        return out
-
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return norm_rope.rms_norm(x, weight, eps, pdl=self._pdl)
+        return norm_rope.rms_norm(x, weight, eps)
 
     def logits(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
         config = self._choose(hidden, lm_head)
@@ -169,5 +161,5 @@ class CudaOps:
                 return torch.mm(hidden, lm_head.t())
             return torch.mm(hidden, lm_head.t(), out_dtype=torch.float32)
         out = hidden.new_empty(len(hidden), len(lm_head), dtype=torch.float32)
-        linear.linear(hidden, lm_head, out=out, config=config, scratch=self._scratch, pdl=self._pdl)
+        linear.linear(hidden, lm_head, out=out, config=config, scratch=self._scratch)
         return out

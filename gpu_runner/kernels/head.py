@@ -7,9 +7,12 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gpu_runner.kernels.head_config import NUM_SMS, HeadConfig
+from gpu_runner.kernels.device_state import DeviceState
+from gpu_runner.kernels.head_config import HeadConfig
 from gpu_runner.kernels.head_kernel import NOTHING, head_argmax_kernel
-from gpu_runner.kernels.step_meta import SlotState, StepMeta
+from gpu_runner.kernels.launch import launch_options
+from gpu_runner.kernels.linear_config import NUM_PROGRAMS
+from gpu_runner.kernels.step_meta import StepMeta
 
 MIN_TOKENS = 16
 """Rows of a tile, at least."""
@@ -21,9 +24,8 @@ class HeadSampler:
     is that small. They do not depend on the number of rows, nor on a row's place among them.
     """
 
-    def __init__(self, *, max_rows: int, device: torch.device, pdl: bool = True) -> None:
+    def __init__(self, *, max_rows: int, device: torch.device) -> None:
         """max_rows: the largest S of any call."""
-        self._pdl = pdl and device.type != "cpu"
         self._best = torch.full((max_rows,), NOTHING.value, dtype=torch.int64, device=device)
         self._arrived = torch.zeros(triton.cdiv(max_rows, MIN_TOKENS), dtype=torch.int32, device=device)
 
@@ -31,7 +33,7 @@ class HeadSampler:
         self,
         x: Tensor,
         weight: Tensor,
-        state: SlotState,
+        state: DeviceState,
         meta: StepMeta,
         out: Tensor,
         *,
@@ -50,11 +52,11 @@ class HeadSampler:
             raise ValueError(f"a vocabulary of {vocab} is smaller than a tile, {config.ids}")
         token_tiles = triton.cdiv(rows, config.tokens)
         most = triton.cdiv(vocab, config.ids)
-        programs = max(1, min(most, NUM_SMS // token_tiles))
+        programs = max(1, min(most, NUM_PROGRAMS // token_tiles))
         head_argmax_kernel[(programs * token_tiles,)](
             TensorDescriptor.from_tensor(x, [config.tokens, config.block_k]),
             TensorDescriptor.from_tensor(weight, [config.ids, config.block_k]),
-            *(meta.counts, meta.sample_row, meta.row_slot, meta.row_start, meta.row_len),
+            *meta.samples,
             *(state.temperature, state.seed),
             *(self._best, self._arrived, out, rows),
             V=vocab,
@@ -64,9 +66,7 @@ class HeadSampler:
             BLOCK_K=config.block_k,
             NOISE=noise,
             NOISE_IDS=min(config.noise_ids, config.ids),
-            PDL=self._pdl,
-            launch_pdl=self._pdl,
-            num_warps=config.num_warps,
             num_stages=config.stages,
             enable_fp_fusion=False,  # a score is that of the sampling kernels, bit for bit
+            **launch_options(x, config.num_warps),
         )

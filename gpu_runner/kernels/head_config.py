@@ -7,11 +7,7 @@ from typing import Final
 
 import torch
 
-NUM_SMS: Final = 132
-ROW_BYTES: Final = 16
-"""The tensor memory accelerator takes rows of a multiple of these."""
-ANY: Final = 1 << 62
-"""A bound that every size is below."""
+from gpu_runner.kernels.linear_config import ANY, ROW_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpu_runner.kernels.launch import launch_options
 from gpu_runner.kernels.upload_layout import RESULT_WORDS_WORD, TURN_WORD, USED_WORDS_WORD
 
 BLOCK = 512
@@ -55,38 +56,34 @@ class HostRing:
         self.next_upload.copy_(self.uploads[:1])
 
 
-def fetch(ring: HostRing, inputs: Tensor, *, num_tokens: int, pdl: bool = True) -> None:
+def fetch(ring: HostRing, inputs: Tensor, *, num_tokens: int) -> None:
     """Copy the turn's plan, packed as `upload_layout` says, into `inputs`, [words] int32.
 
     num_tokens: the graph's bucket. Fixed in a graph: all addresses.
     """
     programs = triton.cdiv(num_tokens * WORDS_PER_TOKEN, BLOCK)
-    pdl = pdl and inputs.device.type != "cpu"
     _fetch_kernel[(min(programs, MAX_PROGRAMS),)](
         ring.next_upload,
         inputs,
         len(inputs),
         USED_WORD=USED_WORDS_WORD,
         BLOCK_SIZE=BLOCK,
-        PDL=pdl,
-        launch_pdl=pdl,
-        num_warps=NUM_WARPS,
+        **launch_options(inputs, NUM_WARPS),
     )
 
 
-def deliver(ring: HostRing, inputs: Tensor, results: Tensor, *, pdl: bool = True) -> None:
+def deliver(ring: HostRing, inputs: Tensor, results: Tensor) -> None:
     """Write as many of `results`, [words] int32, to the turn's buffer as the plan in `inputs` asks for; then the next
     turn begins. Once the graph has ended, the host may read them. Fixed in a graph: all addresses."""
-    _deliver(ring, inputs, results, first_word=0, ends_step=True, pdl=pdl)
+    _deliver(ring, inputs, results, first_word=0, ends_step=True)
 
 
-def deliver_scores(ring: HostRing, inputs: Tensor, scores: Tensor, *, first_word: int, pdl: bool = True) -> None:
+def deliver_scores(ring: HostRing, inputs: Tensor, scores: Tensor, *, first_word: int) -> None:
     """Write `scores`, [words] int32, to the turn's buffer of results from `first_word` on; the turn goes on."""
-    _deliver(ring, inputs, scores, first_word=first_word, ends_step=False, pdl=pdl)
+    _deliver(ring, inputs, scores, first_word=first_word, ends_step=False)
 
 
-def _deliver(ring: HostRing, inputs: Tensor, results: Tensor, *, first_word: int, ends_step: bool, pdl: bool) -> None:
-    pdl = pdl and inputs.device.type != "cpu"
+def _deliver(ring: HostRing, inputs: Tensor, results: Tensor, *, first_word: int, ends_step: bool) -> None:
     _deliver_kernel[(min(triton.cdiv(len(results), BLOCK), MAX_PROGRAMS),)](
         ring.uploads,
         ring.results,
@@ -100,9 +97,7 @@ def _deliver(ring: HostRing, inputs: Tensor, results: Tensor, *, first_word: int
         DEPTH=len(ring.results),
         ENDS_STEP=ends_step,
         BLOCK_SIZE=BLOCK,
-        PDL=pdl,
-        launch_pdl=pdl,
-        num_warps=NUM_WARPS,
+        **launch_options(inputs, NUM_WARPS),
     )
 
 

@@ -11,12 +11,9 @@ hardware does; tests on a GPU check it.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from gpu_runner.kernels import norm_rope
-from gpu_runner.kernels.attention_prefill import prefill_attention
-from gpu_runner.kernels.cuda_ops import CudaMeta, CudaOps
+from gpu_runner.kernels.cuda_ops import CudaOps
 from gpu_runner.kernels.linear_config import TileConfig, choose_invariant
 
 
@@ -28,34 +25,5 @@ def _by_weight(x: Tensor, weight: Tensor) -> TileConfig:
 class InvariantCudaOps(CudaOps):
     """`ModelOps` on one GPU and one stream; a step's work lists are of all rows (`WorkList.all_rows`)."""
 
-    def __init__(self, device: torch.device, *, pdl: bool = True) -> None:
-        super().__init__(device, pdl=pdl, choose=_by_weight)
-
-    def attend(
-        self,
-        qkv: Tensor,
-        kv_layer: Tensor,
-        meta: CudaMeta,
-        *,
-        inv_freq: Tensor,
-        num_heads: int,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        """What it returns of padding means nothing: it is not written."""
-        tokens = len(qkv)
-        q = norm_rope.qk_norm_rope_write(
-            *(qkv, meta.step.positions[:tokens], meta.step.kv_index[:tokens], inv_freq, kv_layer),
-            num_heads=num_heads,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            eps=eps,
-            pdl=self._pdl,
-            programs_per_token=1,
-        )
-        out = torch.empty_like(q)
-        prefill_attention(q, kv_layer, out, meta.work[window], page_table=meta.page_table, scale=scale, pdl=self._pdl)
-        return out
+    def __init__(self) -> None:
+        super().__init__(choose=_by_weight)

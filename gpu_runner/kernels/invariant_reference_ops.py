@@ -61,7 +61,7 @@ class InvariantReferenceOps(ReferenceOps):
         return _by_token(reference.silu_mul, gate_up)
 
     def _paged_attention(
-        self, q: Tensor, kv_layer: Tensor, meta: BatchMeta, *, scale: float, window: int | None
+        self, q: Tensor, kv_layer: Tensor, meta: BatchMeta, *, scale: float, window: int | None = None
     ) -> Tensor:
         """A row's keys are gathered once, in whole pages: so each head's begin at an address of the same alignment,
         wherever the row's chunk ends."""

@@ -12,7 +12,7 @@ disk (`kernel_cache`), where the next start finds it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,14 +20,11 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from triton import knobs
 from triton.runtime.driver import driver
 
 Progress = Callable[[int, int], None]
 """Kernels that are ready, and in all."""
-IS_CUDA = vars(torch._C.TensorBase)["is_cuda"].__get__
-"""How a mode of torch functions sees that a tensor's `is_cuda` is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +69,7 @@ class KernelCompiler:
 
     def _collect(self) -> list[Future[None]]:
         """Rehearse, then have all that was found compiled."""
-        with torch.inference_mode(), _AsOnGpu(), _launches_go_to(self._launched):
+        with torch.inference_mode(), _launches_go_to(self._launched):
             self._rehearse()
         knobs.compilation.listener = self._count
         device = driver.active.get_current_device()
@@ -126,12 +123,3 @@ def _launches_go_to(hook: Callable[..., bool]) -> Iterator[None]:
     finally:
         knobs.runtime.jit_cache_hook = None
         driver.set_active(real)
-
-
-class _AsOnGpu(TorchFunctionMode):
-    """Has tensors without memory pass for a GPU's, so that launches are those of a GPU."""
-
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return True if func == IS_CUDA else func(*args, **(kwargs or {}))

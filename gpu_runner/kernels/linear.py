@@ -5,9 +5,8 @@ all addresses are fixed inside a CUDA graph; padding tokens are computed like ot
 kernels would round (the norm before and after its gain, gate, up, silu(gate), a product before the residual is added),
 so that they differ from those of `reference` by the order of sums alone.
 
-With `pdl` a kernel starts while the one before it still runs: it sends for its weights, waits for that one's end, and
-only then reads x or writes. Every kernel that follows in the stream may be launched the same way or not. Needs
-sm_90; off under the interpreter.
+A kernel starts while the one before it still runs (PDL): it sends for its weights, waits for that one's end, and only
+then reads x or writes.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from gpu_runner.kernels.launch import launch_options
 from gpu_runner.kernels.linear_config import (
     MIN_PART_BLOCKS,
     DotConfig,
@@ -64,93 +64,19 @@ def linear(
     config: LinearConfig,
     bias: Tensor | None = None,
     scratch: SplitScratch | None = None,
-    pdl: bool = True,
-) -> None:
-    """out = x @ weight.T + bias. out: [T, N] of x's type, or float32 and then not rounded.
-
-    Raises ValueError for a split configuration without a scratch that holds it.
-    """
-    _launch(x, weight, bias, out, config, scratch, pdl=pdl)
-
-
-def gate_up(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    out: Tensor,
-    config: LinearConfig,
-    bias: Tensor | None = None,
-    scratch: SplitScratch | None = None,
-    pdl: bool = True,
-) -> None:
-    """out = silu(gate) * up, of linear(x). weight: N / 2 gate rows, then as many up rows. out: [T, N / 2].
-
-    Raises ValueError as `linear` does.
-    """
-    _launch(x, weight, bias, out, config, scratch, gate_up=True, pdl=pdl)
-
-
-def linear_add(
-    x: Tensor,
-    weight: Tensor,
-    residual: Tensor,
-    *,
-    config: LinearConfig,
-    bias: Tensor | None = None,
-    scratch: SplitScratch | None = None,
-    pdl: bool = True,
-) -> None:
-    """residual += linear(x), in place. residual: [T, N], not x itself. Raises ValueError as `linear` does."""
-    _launch(x, weight, bias, residual, config, scratch, add=True, pdl=pdl)
-
-
-def norm_linear(
-    x: Tensor,
-    norm: Tensor,
-    eps: float,
-    weight: Tensor,
-    *,
-    out: Tensor,
-    config: FmaConfig,
-    bias: Tensor | None = None,
-    pdl: bool = True,
-) -> None:
-    """out = linear(rms_norm(x)). norm: [K]. out: [T, N].
-
-    Each program computes the norm of all tokens: with more than a few, a kernel of its own costs less.
-    """
-    _launch(x, weight, bias, out, config, None, norm=norm, eps=eps, pdl=pdl)
-
-
-def norm_gate_up(
-    x: Tensor,
-    norm: Tensor,
-    eps: float,
-    weight: Tensor,
-    *,
-    out: Tensor,
-    config: FmaConfig,
-    bias: Tensor | None = None,
-    pdl: bool = True,
-) -> None:
-    """out = gate_up(rms_norm(x)), as `norm_linear`. norm: [K]. out: [T, N / 2]."""
-    _launch(x, weight, bias, out, config, None, norm=norm, eps=eps, gate_up=True, pdl=pdl)
-
-
-def _launch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    config: LinearConfig,
-    scratch: SplitScratch | None,
-    *,
     norm: Tensor | None = None,
     eps: float = 0.0,
     gate_up: bool = False,
     add: bool = False,
-    pdl: bool,
 ) -> None:
+    """out = x @ weight.T + bias. out: [T, N] of x's type, or float32 and then not rounded.
+
+    norm: [K], of which x is taken `rms_norm`, with an `FmaConfig` only: each program computes it of all tokens, and
+    with more than a few a kernel of its own costs less. gate_up: silu(gate) * up of the product goes to `out`, [T, N /
+    2]; weight has N / 2 gate rows, then as many up rows. add: the product is added to `out`, which is not x itself.
+
+    Raises ValueError for a split configuration without a scratch that holds it.
+    """
     n, k = weight.shape
     options: dict[str, Any] = {
         "N": n,
@@ -160,11 +86,8 @@ def _launch(
         "HAS_BIAS": bias is not None,
         "GATE_UP": gate_up,
         "ADD": add,
-        "PDL": pdl,
-        "num_warps": config.num_warps,
+        **launch_options(x, config.num_warps),
     }
-    if pdl:
-        options["launch_pdl"] = True
     if isinstance(config, FmaConfig):
         linear_fma_kernel[(triton.cdiv(n, config.rows),)](
             *(x, weight, norm, bias, out, eps), T=len(x), DEPTH=config.depth, HAS_NORM=norm is not None, **options

@@ -10,8 +10,8 @@ NUM_PROGRAMS = 132
 """Programs that fill the device: an H200's SMs."""
 MIN_PREFETCH_K = 64
 """Weights of one request to L2."""
-TILE_K_MULTIPLE = 8
-"""The tensor memory accelerator takes rows of whole 16 bytes, of two-byte values."""
+ROW_BYTES = 16
+"""The tensor memory accelerator takes rows of a multiple of these."""
 MIN_PART_BLOCKS = 4
 """Blocks of K below which programs that share a tile would spend their time on meeting."""
 ANY: Final = 1 << 62
@@ -46,7 +46,7 @@ class DotConfig:
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """See `linear_tile`. For K a multiple of TILE_K_MULTIPLE."""
+    """See `linear_tile`. For rows of a multiple of ROW_BYTES."""
 
     tokens: int  # of a tile; a power of two from 16
     rows: int  # of W in a tile, gate and up rows counted each; a power of two from 32
@@ -79,8 +79,6 @@ _ALONE_NARROW = replace(_SHARED_DEEP, programs=0)
 _ALONE = replace(_SHARED_NARROW, programs=0)
 _ALONE_WIDE = replace(_SHARED_WIDE, programs=0)
 _ALONE_FLOAT32 = TileConfig(tokens=32, rows=32, block_k=64, stages=2, num_warps=4, group=16)
-ROW_BYTES = 16
-"""The tensor memory accelerator takes rows of a multiple of these."""
 
 # From the output of `scripts/bench_kernels/linear.py` for Qwen3-0.6B and Llama-3.1-8B; K below 1024 is SmolLM2's. The
 # first row that holds the shape counts; None for cuBLAS. A row's block_k (of multiply-adds), split_k and prefetch_k are
@@ -146,7 +144,7 @@ def choose(num_tokens: int, n: int, k: int) -> LinearConfig | None:
     if isinstance(cut, FmaConfig):
         return replace(cut, block_k=min(cut.block_k, _power_of_two(k)))
     if isinstance(cut, TileConfig):
-        return None if k % TILE_K_MULTIPLE else cut
+        return None if 2 * k % ROW_BYTES else cut  # of two bytes each
     return cut and fitted(cut, n, k)
 
 

@@ -8,7 +8,7 @@ contents is fixed: shapes, addresses, `eps`.
 Launch shape: rows x column blocks where columns are independent, one program a row where a row is reduced. A thread
 takes 8 values of 2 bytes, one 16-byte access, per tensor.
 
-Programmatic dependent launch (`pdl`): weights, which no kernel writes, are read before the wait for the kernel before.
+PDL: weights, which no kernel writes, are read before the wait for the kernel before.
 Each kernel lets the next one start only behind its own wait, so what runs after it may rely on everything before it.
 """
 
@@ -18,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from gpu_runner.kernels.launch import launch_options
 
 VALUES_PER_THREAD = 8
 MAX_NORM_WARPS = 16
@@ -29,19 +31,12 @@ WHOLE_TOKEN_ROWS = 256
 too few tokens to fill the GPU, and heads go to programs of their own."""
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None, pdl: bool = True, num_warps: int | None = None
-) -> Tensor:
-    """Norm over the last dimension. x: [T, hidden]; weight: [hidden]. Returns `out`, [T, hidden], new unless given.
-
-    num_warps: None takes the table's.
-    """
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
+    """Norm over the last dimension. x: [T, hidden]; weight: [hidden]. Returns `out`, [T, hidden], new unless given."""
     rows, hidden = _rows(x)
     out = torch.empty_like(x) if out is None else out
     block = triton.next_power_of_2(hidden)
-    _rms_norm_kernel[(rows,)](
-        x, weight, out, eps, HIDDEN=hidden, BLOCK=block, **_launch(x, pdl, num_warps or _norm_warps(block))
-    )
+    _rms_norm_kernel[(rows,)](x, weight, out, eps, HIDDEN=hidden, BLOCK=block, **launch_options(x, _norm_warps(block)))
     return out
 
 
@@ -57,8 +52,6 @@ def qk_norm_rope_write(
     k_norm: Tensor | None,
     eps: float,
     out: Tensor | None = None,
-    pdl: bool = True,
-    heads_per_block: int = HEADS_PER_BLOCK,
     programs_per_token: int | None = None,
 ) -> Tensor:
     """Norm each query and key head (if weights are given), rotate both, write keys and values into their pages.
@@ -69,9 +62,9 @@ def qk_norm_rope_write(
     kv_layer: [2, num_pages, num_kv_heads, page_size, head_dim]. q_norm, k_norm: [head_dim], both or neither.
     Returns `out`, the queries, [T, num_heads, head_dim], new unless given.
 
-    With `pdl`, positions and kv_index are read before the wait: a kernel of this file must stand between the one that
+    Positions and kv_index are read before the wait (PDL): a kernel of this file must stand between the one that
     wrote them and this one (`embedding` does, in a step).
-    heads_per_block (a power of two), programs_per_token: tile and share of a program; None takes the table's.
+    programs_per_token: None takes what suits the number of tokens.
     """
     rows, width = _rows(qkv)
     _, num_pages, num_kv_heads, page_size, head_dim = kv_layer.shape
@@ -81,7 +74,7 @@ def qk_norm_rope_write(
     if (q_norm is None) != (k_norm is None):
         raise ValueError("queries and keys are both normed, or neither is")
     out = qkv.new_empty(rows, num_heads, head_dim) if out is None else out
-    blocks = triton.cdiv(total_heads, heads_per_block)
+    blocks = triton.cdiv(total_heads, HEADS_PER_BLOCK)
     programs = programs_per_token or (1 if rows >= WHOLE_TOKEN_ROWS else blocks)
     block_half = triton.next_power_of_2(head_dim // 2)
     _qk_norm_rope_write_kernel[(rows * programs,)](
@@ -100,33 +93,29 @@ def qk_norm_rope_write(
         HEAD_DIM=head_dim,
         PAGE=page_size,
         HAS_NORM=q_norm is not None,
-        BLOCK_HEADS=heads_per_block,
+        BLOCK_HEADS=HEADS_PER_BLOCK,
         BLOCK_HALF=block_half,
         PROGRAMS=programs,
         BLOCKS=triton.cdiv(blocks, programs),
-        **_launch(qkv, pdl, max(1, heads_per_block * block_half // (32 * VALUES_PER_THREAD))),
+        **launch_options(qkv, max(1, HEADS_PER_BLOCK * block_half // (32 * VALUES_PER_THREAD))),
     )
     return out
 
 
-def silu_mul(
-    gate_up: Tensor, *, out: Tensor | None = None, pdl: bool = True, block: int = ROW_BLOCK, num_warps: int = 4
-) -> Tensor:
-    """silu(gate) * up. gate_up: [T, 2 * intermediate], gate first. Returns `out`, [T, intermediate], new unless given.
-
-    block (a power of two), num_warps: columns and warps of a program.
-    """
+def silu_mul(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """silu(gate) * up. gate_up: [T, 2 * intermediate], gate first. Returns `out`, [T, intermediate], new unless
+    given."""
     rows, width = _rows(gate_up)
     inner = width // 2
     out = gate_up.new_empty(rows, inner) if out is None else out
-    blocks = triton.cdiv(inner, block)
+    blocks = triton.cdiv(inner, ROW_BLOCK)
     _silu_mul_kernel[(rows * blocks,)](
-        gate_up, out, INNER=inner, BLOCK=block, BLOCKS=blocks, **_launch(gate_up, pdl, num_warps)
+        gate_up, out, INNER=inner, BLOCK=ROW_BLOCK, BLOCKS=blocks, **launch_options(gate_up, 4)
     )
     return out
 
 
-def embedding(token_ids: Tensor, table: Tensor, *, out: Tensor | None = None, pdl: bool = True) -> Tensor:
+def embedding(token_ids: Tensor, table: Tensor, *, out: Tensor | None = None) -> Tensor:
     """The table's rows of these tokens. token_ids: [T] int32, each below the vocabulary's size; table: [vocab, hidden].
 
     Returns `out`, [T, hidden], new unless given.
@@ -136,7 +125,7 @@ def embedding(token_ids: Tensor, table: Tensor, *, out: Tensor | None = None, pd
     out = table.new_empty(rows, hidden) if out is None else out
     blocks = triton.cdiv(hidden, ROW_BLOCK)
     _embedding_kernel[(rows * blocks,)](
-        token_ids, table, out, HIDDEN=hidden, BLOCK=ROW_BLOCK, BLOCKS=blocks, **_launch(table, pdl, 4)
+        token_ids, table, out, HIDDEN=hidden, BLOCK=ROW_BLOCK, BLOCKS=blocks, **launch_options(table, 4)
     )
     return out
 
@@ -149,12 +138,6 @@ def _rows(x: Tensor) -> tuple[int, int]:
 
 def _norm_warps(block: int) -> int:
     return max(1, min(MAX_NORM_WARPS, block // (32 * VALUES_PER_THREAD)))
-
-
-def _launch(x: Tensor, pdl: bool, num_warps: int) -> dict[str, int | bool]:
-    """Launch arguments all kernels here share."""
-    pdl = pdl and x.is_cuda
-    return {"PDL": pdl, "launch_pdl": pdl, "num_warps": num_warps}
 
 
 @triton.jit

@@ -13,9 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncengine.config import MAX_STOP_IDS
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.host_ring import HostRing
+from gpu_runner.kernels.launch import launch_options, on_gpu
 from gpu_runner.kernels.result_layout import COLUMNS, TIME_WORDS
-from gpu_runner.kernels.step_meta import SlotState, StepMeta
+from gpu_runner.kernels.step_meta import StepMeta
 from gpu_runner.kernels.upload_layout import TURN_WORD
 
 FINISH_STOP = 1
@@ -26,7 +28,7 @@ NUM_WARPS = 4
 """A thread takes four of the 32 x 16 stop ids, one 16-byte access."""
 
 
-def post_update(sampled: Tensor, state: SlotState, meta: StepMeta, results: Tensor, *, pdl: bool = True) -> None:
+def post_update(sampled: Tensor, state: DeviceState, meta: StepMeta, results: Tensor) -> None:
     """Advance every row of the step that `meta` describes, and finish or continue those that sampled.
 
     sampled: [N] int32, token i is of row `meta.sample_row[i]`; N is the graph's bucket, at least the step's samples,
@@ -37,22 +39,21 @@ def post_update(sampled: Tensor, state: SlotState, meta: StepMeta, results: Tens
     and the row ends with STOP if that is one of its stop ids, else with LENGTH if it is the last that `limit` allows.
     Fixed in a graph: all addresses, N, R.
 
-    With `pdl`, all but `sampled` and the begin time is read before the wait: a kernel that triggers behind its own
+    All but `sampled` and the begin time is read before the wait (PDL): a kernel that triggers behind its own
     wait, and writes none of that, must stand right before this one (the sampler's last does, in a step).
     """
     capacity = (len(results) - TIME_WORDS) // COLUMNS
-    _launch(sampled, state, meta, results, capacity, programs=triton.cdiv(capacity, ROWS), pdl=pdl)
+    _launch(sampled, state, meta, results, capacity, programs=triton.cdiv(capacity, ROWS))
 
 
 def post_update_to_host(
     sampled: Tensor,
-    state: SlotState,
+    state: DeviceState,
     meta: StepMeta,
     ring: HostRing,
     inputs: Tensor,
     *,
     num_slots: int,
-    pdl: bool = True,
 ) -> None:
     """`post_update` whose results, for the rows that there are, go to the buffer of the turn that the plan in `inputs`
     has; then the next turn begins. Once the graph has ended, the host may read them.
@@ -60,23 +61,21 @@ def post_update_to_host(
     ring.results: buffers of [result_words(num_slots)] int32, or longer.
     """
     programs = triton.cdiv(len(meta.row_slot), ROWS)
-    _launch(sampled, state, meta, inputs, num_slots, programs=programs, pdl=pdl, ring=ring)
+    _launch(sampled, state, meta, inputs, num_slots, programs=programs, ring=ring)
 
 
 def _launch(
     sampled: Tensor,
-    state: SlotState,
+    state: DeviceState,
     meta: StepMeta,
     memory: Tensor,
     capacity: int,
     *,
     programs: int,
-    pdl: bool,
     ring: HostRing | None = None,
 ) -> None:
     """memory: results, or with a ring the plan."""
     max_rows = len(meta.row_slot)
-    pdl = pdl and memory.is_cuda
     _post_update_kernel[(programs,)](
         sampled,
         state.last_token,
@@ -102,10 +101,8 @@ def _launch(
         BLOCK=ROWS,
         TO_HOST=ring is not None,
         DEPTH=1 if ring is None else len(ring.results),
-        CLOCK=memory.is_cuda,
-        PDL=pdl,
-        launch_pdl=pdl,
-        num_warps=NUM_WARPS,
+        CLOCK=on_gpu(memory),
+        **launch_options(memory, NUM_WARPS),
     )
 
 

@@ -134,8 +134,3 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up. gate_up: [T, 2 * intermediate], gate first. Returns [T, intermediate]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x @ weight.T + bias. x: [T, in], weight: [out, in], bias: [out]. Returns [T, out]."""
-    return F.linear(x, weight, bias)

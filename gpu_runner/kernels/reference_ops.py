@@ -12,6 +12,11 @@ from gpu_runner.kernels.ops import BatchMeta
 class ReferenceOps:
     """`ModelOps` in plain torch, on any device; `meta` is a `BatchMeta`."""
 
+    rms_norm = staticmethod(reference.rms_norm)
+    _rope_cos_sin = staticmethod(reference.rope_cos_sin)
+    _silu_mul = staticmethod(reference.silu_mul)
+    _paged_attention = staticmethod(reference.paged_attention)
+
     def __init__(self) -> None:
         self._rotation: tuple[BatchMeta, Tensor] | None = None
 
@@ -54,22 +59,8 @@ class ReferenceOps:
     def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self._silu_mul(self.norm_linear(x, norm, eps, weight, bias))
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return reference.rms_norm(x, weight, eps)
-
     def logits(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
         return self._linear(hidden, lm_head, None).float()
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return reference.linear(x, weight, bias)
-
-    def _rope_cos_sin(self, positions: Tensor, inv_freq: Tensor) -> Tensor:
-        return reference.rope_cos_sin(positions, inv_freq)
-
-    def _silu_mul(self, gate_up: Tensor) -> Tensor:
-        return reference.silu_mul(gate_up)
-
-    def _paged_attention(
-        self, q: Tensor, kv_layer: Tensor, meta: BatchMeta, *, scale: float, window: int | None
-    ) -> Tensor:
-        return reference.paged_attention(q, kv_layer, meta, scale=scale, window=window)
+        return F.linear(x, weight, bias)

@@ -21,12 +21,14 @@ import torch
 import triton
 from torch import Tensor
 
+from gpu_runner.kernels.device_state import DeviceState
+from gpu_runner.kernels.launch import launch_options
 from gpu_runner.kernels.sample_argmax import argmax_kernel
 from gpu_runner.kernels.sample_filter import NUM_GROUPS
 from gpu_runner.kernels.sample_finish import finish_kernel
 from gpu_runner.kernels.sample_propose import propose_again_kernel, propose_kernel
 from gpu_runner.kernels.sample_weigh import weigh_again_kernel, weigh_kernel
-from gpu_runner.kernels.step_meta import SlotState, StepMeta
+from gpu_runner.kernels.step_meta import StepMeta
 
 CANDIDATES = 4096
 """Candidates of a row that have a place; see `sample_filter`."""
@@ -48,6 +50,12 @@ class Tiling:
     def most_programs(self, max_rows: int) -> int:
         """Of a launch for up to `max_rows` rows: as many as there should be, unless each row has one to itself."""
         return max(self.programs, max_rows)
+
+    def cut(self, rows: int, vocab: int) -> dict[str, int]:
+        """How the kernels find a program's part of a row."""
+        tiles = triton.cdiv(vocab, self.block)
+        tiles_per_part = triton.cdiv(tiles, max(1, self.programs // rows))
+        return {"part_size": tiles_per_part * self.block, "parts": triton.cdiv(tiles, tiles_per_part)}
 
 
 FEW_ROWS = 16
@@ -75,14 +83,12 @@ class Sampler:
         max_rows: int,
         vocab: int,
         device: torch.device,
-        pdl: bool = True,
         tiling: Tiling | None = None,
         candidates: int = CANDIDATES,
     ) -> None:
         """max_rows: the largest N of any call. tiling: None takes the tables'."""
         self._max_rows = max_rows
         self._vocab = vocab
-        self._pdl = pdl and device.type != "cpu"
         self._tiling = tiling
         self._candidates = candidates
 
@@ -109,7 +115,7 @@ class Sampler:
         self._candidate_x = empty(max_rows, candidates, dtype=torch.float32)
         self._candidate_id = empty(max_rows, candidates)
 
-    def greedy(self, logits: Tensor, state: SlotState, meta: StepMeta, out: Tensor, *, bans_stop_ids: bool) -> None:
+    def greedy(self, logits: Tensor, state: DeviceState, meta: StepMeta, out: Tensor, *, bans_stop_ids: bool) -> None:
         """The smallest id with the largest logit, whatever the rows' parameters.
 
         logits: [N, vocab] float32 or bfloat16, rows contiguous; NaN never wins, all rows get an id below vocab. Row i
@@ -119,7 +125,7 @@ class Sampler:
         self._one_pass(logits, state, meta, out, noise=False, bans_stop_ids=bans_stop_ids)
 
     def sample(
-        self, logits: Tensor, state: SlotState, meta: StepMeta, out: Tensor, *, filtered: bool, bans_stop_ids: bool
+        self, logits: Tensor, state: DeviceState, meta: StepMeta, out: Tensor, *, filtered: bool, bans_stop_ids: bool
     ) -> None:
         """A token by each row's temperature, seed and position and, if `filtered`, its top-k, top-p and min-p.
 
@@ -132,13 +138,13 @@ class Sampler:
             self._one_pass(logits, state, meta, out, noise=True, bans_stop_ids=bans_stop_ids)
 
     def _one_pass(
-        self, logits: Tensor, state: SlotState, meta: StepMeta, out: Tensor, *, noise: bool, bans_stop_ids: bool
+        self, logits: Tensor, state: DeviceState, meta: StepMeta, out: Tensor, *, noise: bool, bans_stop_ids: bool
     ) -> None:
         rows, tiling = self._check(logits, SAMPLE_TILING if noise else GREEDY_TILING)
-        cut = self._cut(logits, tiling)
+        cut = {"row_stride": logits.stride(0), "vocab": self._vocab, **tiling.cut(rows, self._vocab)}
         argmax_kernel[(cut["parts"], rows)](
             logits,
-            *self._rows(meta),
+            *meta.samples,
             state.temperature,
             state.seed,
             state.min_tokens_until,
@@ -150,17 +156,19 @@ class Sampler:
             **cut,
             NOISE=noise,
             BANS=bans_stop_ids,
-            **self._options(tiling),
+            **self._options(logits, tiling),
         )
 
-    def _filtered(self, logits: Tensor, state: SlotState, meta: StepMeta, out: Tensor, *, bans_stop_ids: bool) -> None:
+    def _filtered(
+        self, logits: Tensor, state: DeviceState, meta: StepMeta, out: Tensor, *, bans_stop_ids: bool
+    ) -> None:
         rows, tiling = self._check(logits, SAMPLE_TILING)
-        cut = self._cut(logits, tiling)
+        cut = {"row_stride": logits.stride(0), "vocab": self._vocab, **tiling.cut(rows, self._vocab)}
         filters = (state.temperature, state.top_k, state.top_p, state.min_p)
-        options = self._options(tiling)
+        options = self._options(logits, tiling)
         propose_kernel[(cut["parts"], rows)](
             logits,
-            *self._rows(meta),
+            *meta.samples,
             *filters,
             state.seed,
             state.min_tokens_until,
@@ -240,7 +248,7 @@ class Sampler:
             )
         finish_kernel[(rows,)](
             logits,
-            *self._rows(meta),
+            *meta.samples,
             *filters,
             state.seed,
             self._row_state,
@@ -255,7 +263,7 @@ class Sampler:
             vocab=self._vocab,
             CAPACITY=self._candidates,
             FEW=FEW_CANDIDATES,
-            **self._options(FEW_ROWS_FINISH_TILING if rows <= FEW_ROWS else FINISH_TILING),
+            **self._options(logits, FEW_ROWS_FINISH_TILING if rows <= FEW_ROWS else FINISH_TILING),
         )
 
     def _check(self, logits: Tensor, many_rows: Tiling) -> tuple[int, Tiling]:
@@ -267,28 +275,10 @@ class Sampler:
         return rows, self._tiling or (FEW_ROWS_TILING if rows <= FEW_ROWS else many_rows)
 
     @staticmethod
-    def _cut(logits: Tensor, tiling: Tiling) -> dict[str, int]:
-        """How the kernels find a program's part of a row."""
-        rows, vocab = logits.shape
-        tiles = triton.cdiv(vocab, tiling.block)
-        tiles_per_part = triton.cdiv(tiles, max(1, tiling.programs // rows))
-        return {
-            "row_stride": logits.stride(0),
-            "vocab": vocab,
-            "part_size": tiles_per_part * tiling.block,
-            "parts": triton.cdiv(tiles, tiles_per_part),
-        }
-
-    @staticmethod
-    def _rows(meta: StepMeta) -> tuple[Tensor, ...]:
-        return meta.counts, meta.sample_row, meta.row_slot, meta.row_start, meta.row_len
-
-    def _options(self, tiling: Tiling) -> dict[str, Any]:
+    def _options(logits: Tensor, tiling: Tiling) -> dict[str, Any]:
         return {
             "BLOCK": tiling.block,
             "STAGES": tiling.stages,
-            "PDL": self._pdl,
-            "launch_pdl": self._pdl,
-            "num_warps": tiling.num_warps,
             "enable_fp_fusion": False,
+            **launch_options(logits, tiling.num_warps),
         }

@@ -11,18 +11,20 @@ without these calls. As in `sample`, only the contents of tensors may differ bet
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from asyncengine.config import MAX_TOP_LOGPROBS
+from gpu_runner.kernels.device_state import DeviceState
+from gpu_runner.kernels.launch import launch_options
 from gpu_runner.kernels.logit_adjust import bias_and_count_kernel, penalise_kernel
 from gpu_runner.kernels.logprob_kernels import merge_kernel, parts_kernel
 from gpu_runner.kernels.result_layout import Results, Scores
 from gpu_runner.kernels.sample import PROGRAMS, Tiling
-from gpu_runner.kernels.step_meta import SlotState, StepMeta
+from gpu_runner.kernels.step_meta import StepMeta
 from gpu_runner.kernels.token_mask import RowMasks
 
 HISTORY_BLOCK = 512
@@ -36,39 +38,13 @@ FEW_PARTS = 16
 """Up to so many parts of a row are merged by a kernel of their own; to compile one for each number takes too long."""
 
 
-class ReportState(Protocol):
-    """What log-probabilities depend on of the state of slots."""
-
-    @property
-    def logprobs(self) -> Tensor: ...
-    @property
-    def prompt_len(self) -> Tensor: ...
-    @property
-    def presence_penalty(self) -> Tensor: ...
-    @property
-    def frequency_penalty(self) -> Tensor: ...
-    @property
-    def repetition_penalty(self) -> Tensor: ...
-    @property
-    def num_bias(self) -> Tensor: ...
-    @property
-    def bias_ids(self) -> Tensor: ...
-    @property
-    def bias_values(self) -> Tensor: ...
-    @property
-    def page_table(self) -> Tensor: ...
-
-
 class FullSampling:
     """Scratch of one stream's steps, which use it one after the other."""
 
-    def __init__(
-        self, *, max_rows: int, vocab: int, device: torch.device, pdl: bool = True, tiling: Tiling = TILING
-    ) -> None:
+    def __init__(self, *, max_rows: int, vocab: int, device: torch.device, tiling: Tiling = TILING) -> None:
         """max_rows: the largest N of any call. tiling: how log-probabilities cut the vocabulary."""
-        self.masks = RowMasks(max_rows=max_rows, vocab=vocab, device=device, pdl=pdl)
+        self.masks = RowMasks(max_rows=max_rows, vocab=vocab, device=device)
         self._vocab = vocab
-        self._pdl = pdl and device.type != "cpu"
         self._tiling = tiling
         self._tiles = triton.cdiv(vocab, tiling.block)
         parts = max(tiling.programs, max_rows)
@@ -78,7 +54,7 @@ class FullSampling:
         self._part_x = torch.empty(parts, LIST_LANES, device=device)
         self._part_id = torch.empty(parts, LIST_LANES, dtype=torch.int32, device=device)
 
-    def before(self, logits: Tensor, state: SlotState, meta: StepMeta, page_tokens: Tensor) -> None:
+    def before(self, logits: Tensor, state: DeviceState, meta: StepMeta, page_tokens: Tensor) -> None:
         """Adjust logits in place. logits: [N, vocab] float32, contiguous; row i is of the step's row
         `meta.sample_row[i]`. page_tokens: as `step_meta` wrote it for this step."""
         if logits.shape[1] != self._vocab or logits.dtype != torch.float32 or not logits.is_contiguous():
@@ -93,11 +69,12 @@ class FullSampling:
             "parts": history_parts,
             "PAGES_PER_SEQ": state.page_table.shape[1],
             "BLOCK": HISTORY_BLOCK,
-            **self._options(HISTORY_BLOCK // 128),
+            **self._options(logits, HISTORY_BLOCK // 128),
         }
         bias_and_count_kernel[(history_parts, rows)](
             logits,
-            *self._rows(meta),
+            *meta.samples,
+            meta.row_was_done,
             state.prompt_len,
             *penalties,
             *self._biases(state),
@@ -109,7 +86,8 @@ class FullSampling:
         )
         penalise_kernel[(history_parts, rows)](
             logits,
-            *self._rows(meta),
+            *meta.samples,
+            meta.row_was_done,
             state.prompt_len,
             *penalties,
             state.page_table,
@@ -119,13 +97,14 @@ class FullSampling:
         )
         self.masks.apply(logits, state, meta)
 
-    def measure(self, logits: Tensor, state: ReportState, meta: StepMeta) -> None:
+    def measure(self, logits: Tensor, state: DeviceState, meta: StepMeta) -> None:
         """Take what `after` needs of the model's own logits. logits: as for `before`."""
         rows = len(logits)
-        cut = self._cut(rows)
+        cut = self._tiling.cut(rows, self._vocab)
         parts_kernel[(cut["parts"], rows)](
             logits,
-            *self._rows(meta),
+            *meta.samples,
+            meta.row_was_done,
             state.logprobs,
             self._part_largest,
             self._part_sum,
@@ -136,14 +115,14 @@ class FullSampling:
             **cut,
             K=LIST_LANES,
             BLOCK=self._tiling.block,
-            **self._options(self._tiling.num_warps),
+            **self._options(logits, self._tiling.num_warps),
         )
 
     def after(
         self,
         logits: Tensor,
         sampled: Tensor,
-        state: ReportState,
+        state: DeviceState,
         meta: StepMeta,
         page_tokens: Tensor,
         results: Results | Scores,
@@ -151,11 +130,12 @@ class FullSampling:
         """Write the log-probabilities of rows that ask into `results`. logits: as `before` and the sampling left them.
         sampled: [N] int32. Places of other rows, and of most likely tokens beyond `num_tops`, keep what they held."""
         rows = len(logits)
-        parts = self._cut(rows)["parts"]
+        parts = self._tiling.cut(rows, self._vocab)["parts"]
         merge_kernel[(rows,)](
             logits,
             sampled,
-            *self._rows(meta),
+            *meta.samples,
+            meta.row_was_done,
             state.logprobs,
             state.prompt_len,
             state.presence_penalty,
@@ -181,29 +161,18 @@ class FullSampling:
             BLOCK=HISTORY_BLOCK,
             K=LIST_LANES,
             PARTS=FEW_PARTS if parts <= FEW_PARTS else triton.next_power_of_2(self._tiles),
-            **self._options(8),
+            **self._options(logits, 8),
         )
 
-    def _cut(self, rows: int) -> dict[str, int]:
-        """How a row is cut for its log-probabilities."""
-        tiles_per_part = triton.cdiv(self._tiles, max(1, self._tiling.programs // rows))
-        return {
-            "part_size": tiles_per_part * self._tiling.block,
-            "parts": triton.cdiv(self._tiles, tiles_per_part),
-        }
-
     @staticmethod
-    def _rows(meta: StepMeta) -> tuple[Tensor, ...]:
-        return meta.counts, meta.sample_row, meta.row_slot, meta.row_start, meta.row_len, meta.row_was_done
-
-    @staticmethod
-    def _biases(state: ReportState) -> tuple[Tensor, ...]:
+    def _biases(state: DeviceState) -> tuple[Tensor, ...]:
         return state.num_bias, state.bias_ids, state.bias_values
 
     @staticmethod
-    def _bias_shape(state: ReportState) -> dict[str, int]:
+    def _bias_shape(state: DeviceState) -> dict[str, int]:
         width = state.bias_ids.shape[1]
         return {"BIAS_WIDTH": width, "BIAS_BLOCK": triton.next_power_of_2(width)}
 
-    def _options(self, num_warps: int) -> dict[str, Any]:
-        return {"PDL": self._pdl, "launch_pdl": self._pdl, "num_warps": num_warps, "enable_fp_fusion": False}
+    @staticmethod
+    def _options(logits: Tensor, num_warps: int) -> dict[str, Any]:
+        return {"enable_fp_fusion": False, **launch_options(logits, num_warps)}

@@ -8,17 +8,19 @@ As in `sample_full`, only the contents of tensors may differ between replays of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import copy
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpu_runner.kernels.device_state import DeviceState
+from gpu_runner.kernels.launch import launch_options
 from gpu_runner.kernels.result_layout import Scores
 from gpu_runner.kernels.sample_full import FullSampling
 from gpu_runner.kernels.sample_noise import without_nan
-from gpu_runner.kernels.step_meta import SlotState, new_step_meta
+from gpu_runner.kernels.step_meta import new_step_meta
 from gpu_runner.kernels.upload_layout import SCORE_WORDS, count_word, offset_word
 
 BLOCK = 4096
@@ -29,25 +31,10 @@ _WORDS = tl.constexpr(SCORE_WORDS)
 _INFINITY = tl.constexpr(float("inf"))
 
 
-@dataclass(frozen=True, slots=True)
-class _ScoredSlots:
-    """What `FullSampling` reads of slots that have nothing but tokens to report."""
-
-    logprobs: Tensor
-    prompt_len: Tensor
-    presence_penalty: Tensor
-    frequency_penalty: Tensor
-    repetition_penalty: Tensor
-    num_bias: Tensor
-    bias_ids: Tensor
-    bias_values: Tensor
-    page_table: Tensor
-
-
 class PromptScorer:
     """Buffers of one stream's steps, which use them one after the other."""
 
-    def __init__(self, full: FullSampling, state: SlotState, *, max_rows: int, pdl: bool = True) -> None:
+    def __init__(self, full: FullSampling, state: DeviceState, *, max_rows: int) -> None:
         """full: lends its scratch. state: lends tensors of which nothing is read. max_rows: most scores of a step."""
         device = state.logprobs.device
 
@@ -58,18 +45,11 @@ class PromptScorer:
         """[max_rows]: the scored tokens' indices among the step's, behind them 0."""
         self._target = zeros()
         self._full = full
-        self._pdl = pdl and device.type != "cpu"
-        self._slots = _ScoredSlots(
-            logprobs=zeros(),
-            prompt_len=zeros(),
-            presence_penalty=zeros(torch.float32),
-            frequency_penalty=zeros(torch.float32),
-            repetition_penalty=torch.ones(max_rows, device=device),
-            num_bias=zeros(),
-            bias_ids=state.bias_ids,
-            bias_values=state.bias_values,
-            page_table=state.page_table,
-        )
+        # slots that have nothing but tokens to report
+        self._slots = slots = copy(state)
+        slots.logprobs, slots.prompt_len, slots.num_bias = zeros(), zeros(), zeros()
+        slots.presence_penalty, slots.frequency_penalty = zeros(torch.float32), zeros(torch.float32)
+        slots.repetition_penalty = torch.ones(max_rows, device=device)
         self._meta = new_step_meta(max_rows=max_rows, max_tokens=1, device=device)
         for tensor in (self._meta.sample_row, self._meta.row_slot):
             tensor.copy_(torch.arange(max_rows, dtype=torch.int32))
@@ -84,7 +64,7 @@ class PromptScorer:
             self._slots.logprobs,
             rows,
             BLOCK=triton.next_power_of_2(rows),
-            **self._options(4),
+            **launch_options(inputs, 4),
         )
         return self.token[:rows]
 
@@ -96,11 +76,8 @@ class PromptScorer:
         self._full.measure(logits, self._slots, self._meta)
         self._full.after(logits, target, self._slots, self._meta, page_tokens, scores)
         _rank_kernel[(rows,)](
-            logits, self._meta.counts, target, scores.ranks, vocab, BLOCK=BLOCK, **self._options(NUM_WARPS)
+            logits, self._meta.counts, target, scores.ranks, vocab, BLOCK=BLOCK, **launch_options(logits, NUM_WARPS)
         )
-
-    def _options(self, num_warps: int) -> dict[str, int | bool]:
-        return {"PDL": self._pdl, "launch_pdl": self._pdl, "num_warps": num_warps}
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -5,14 +5,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import triton
 from torch import Tensor
 
 from asyncengine.config import PAGE_SIZE
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.host_ring import WORDS_PER_TOKEN, HostRing
+from gpu_runner.kernels.launch import launch_options, on_gpu
 from gpu_runner.kernels.step_meta_kernel import step_meta_kernel
 from gpu_runner.kernels.upload_layout import HEADER_WORDS
 from gpu_runner.kernels.work_list import WorkList, list_shape
@@ -24,32 +25,6 @@ FETCH_BLOCK = 4096
 AHEAD_STEP = 16
 """Words of a plan that a program asks the host's memory for at once, or fewer, as the graph's bucket says, in steps
 that let it take four at a time."""
-
-
-class SlotState(Protocol):
-    """Tensors by slot that steps leave to each other; see `gpu_runner.device.state.DeviceState`."""
-
-    page_table: Tensor  # [num_slots, pages_per_seq] int32
-    last_token: Tensor  # [num_slots] int32, as all without a remark
-    kv_len: Tensor
-    done: Tensor  # bool
-    temperature: Tensor  # float32
-    top_k: Tensor
-    top_p: Tensor  # float32
-    min_p: Tensor  # float32
-    seed: Tensor  # int64
-    limit: Tensor
-    min_tokens_until: Tensor
-    stop_ids: Tensor  # [num_slots, MAX_STOP_IDS] int32
-    prompt_len: Tensor
-    presence_penalty: Tensor  # float32
-    frequency_penalty: Tensor  # float32
-    repetition_penalty: Tensor  # float32
-    logprobs: Tensor
-    constrained: Tensor
-    num_bias: Tensor
-    bias_ids: Tensor  # [num_slots, MAX_BIAS_IDS] int32
-    bias_values: Tensor  # [num_slots, MAX_BIAS_IDS] float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +48,11 @@ class StepMeta:
     kv_index: Tensor  # [T], page * PAGE_SIZE + offset; in the dummy page 0 for overshoot rows
     sample_row: Tensor  # [R], the rows that sample, ascending
     sample_token: Tensor  # [R], each one's last token among the step's
+
+    @property
+    def samples(self) -> tuple[Tensor, ...]:
+        """What leads a kernel from a sample to its row, slot and position."""
+        return self.counts, self.sample_row, self.row_slot, self.row_start, self.row_len
 
 
 def new_step_meta(*, max_rows: int, max_tokens: int, device: torch.device) -> StepMeta:
@@ -99,7 +79,7 @@ def new_step_meta(*, max_rows: int, max_tokens: int, device: torch.device) -> St
 
 def step_meta(
     upload: Tensor,
-    state: SlotState,
+    state: DeviceState,
     meta: StepMeta,
     page_tokens: Tensor,
     *,
@@ -108,7 +88,6 @@ def step_meta(
     work: WorkList | None = None,
     prefill: bool = True,
     split_step: int | None = None,
-    pdl: bool = True,
 ) -> None:
     """Apply the plan in `upload`, packed as `upload_layout` says, to `state`; fill `meta`.
 
@@ -127,7 +106,6 @@ def step_meta(
     lists = list_shape(work, prefill=prefill, split_step=split_step)
     usual = HEADER_WORDS + num_tokens * WORDS_PER_TOKEN + AHEAD_STEP
     ahead = min(usual, FETCH_BLOCK, len(upload)) // AHEAD_STEP
-    pdl = pdl and upload.is_cuda
     step_meta_kernel[(programs + lists["LISTS"],)](
         upload,
         None if ring is None else ring.next_upload,
@@ -182,8 +160,6 @@ def step_meta(
         KV_CAPACITY=pages_per_seq * PAGE_SIZE,
         BLOCK_SIZE=BLOCK,
         STARTS=START_BLOCK,
-        CLOCK=upload.is_cuda,
-        PDL=pdl,
-        launch_pdl=pdl,
-        num_warps=BLOCK // 32,
+        CLOCK=on_gpu(upload),
+        **launch_options(upload, BLOCK // 32),
     )

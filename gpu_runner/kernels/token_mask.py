@@ -10,16 +10,16 @@ That is 19 KB a row for a vocabulary of 152 thousand. Programs of other rows end
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpu_runner.kernels.device_state import DeviceState
+from gpu_runner.kernels.launch import launch_options
 from gpu_runner.kernels.logit_adjust import live_sample
 from gpu_runner.kernels.mask_layout import mask_words
-from gpu_runner.kernels.step_meta import SlotState, StepMeta
+from gpu_runner.kernels.step_meta import StepMeta
 
 BLOCK = 4096
 """Ids of a program that applies a mask."""
@@ -30,10 +30,9 @@ FETCH_BLOCK = 512
 class RowMasks:
     """Scratch of one stream's steps, which use it one after the other. Until `connect` no row may be constrained."""
 
-    def __init__(self, *, max_rows: int, vocab: int, device: torch.device, pdl: bool = True) -> None:
+    def __init__(self, *, max_rows: int, vocab: int, device: torch.device) -> None:
         """max_rows: the largest N of any call."""
         self._vocab = vocab
-        self._pdl = pdl and device.type != "cpu"
         self._address = torch.zeros(1, dtype=torch.int64, device=device)
         self._words = torch.zeros(max_rows, mask_words(vocab), dtype=torch.int32, device=device)
 
@@ -45,26 +44,20 @@ class RowMasks:
             raise ValueError(f"masks must have {self._words.shape[1]} words; got {masks.shape[1]}")
         self._address.fill_(masks.data_ptr())
 
-    def apply(self, logits: Tensor, state: SlotState, meta: StepMeta) -> None:
+    def apply(self, logits: Tensor, state: DeviceState, meta: StepMeta) -> None:
         """Set logits of constrained rows that their slot's mask does not have to -inf, in place.
 
         logits: [N, vocab] float32, contiguous; row i is of the step's row `meta.sample_row[i]`. Fixed in a graph: all
         addresses, N.
         """
         rows, words = len(logits), self._words.shape[1]
-        step = (
-            *(meta.counts, meta.sample_row, meta.row_slot, meta.row_start, meta.row_len, meta.row_was_done),
-            state.constrained,
-        )
+        step = (*meta.samples, meta.row_was_done, state.constrained)
         _fetch_kernel[(triton.cdiv(words, FETCH_BLOCK), rows)](
-            self._address, self._words, *step, words, BLOCK_SIZE=FETCH_BLOCK, **self._options(num_warps=4)
+            self._address, self._words, *step, words, BLOCK_SIZE=FETCH_BLOCK, **launch_options(logits, 4)
         )
         _apply_kernel[(triton.cdiv(self._vocab, BLOCK), rows)](
-            logits, self._words, *step, words, self._vocab, BLOCK_SIZE=BLOCK, **self._options(num_warps=8)
+            logits, self._words, *step, words, self._vocab, BLOCK_SIZE=BLOCK, **launch_options(logits, 8)
         )
-
-    def _options(self, *, num_warps: int) -> dict[str, Any]:
-        return {"PDL": self._pdl, "launch_pdl": self._pdl, "num_warps": num_warps}
 
 
 @triton.jit

@@ -29,6 +29,7 @@ import triton
 from torch import Tensor
 
 from asyncengine.config import PAGE_SIZE
+from gpu_runner.kernels.launch import launch_options
 from gpu_runner.kernels.work_list_kernel import build_kernel
 
 TARGET_PROGRAMS = 132 * 8
@@ -70,8 +71,6 @@ class WorkList:
     """
 
     max_rows: int
-    max_tokens: int
-    num_kv_heads: int
     target_items: int
     tile_tokens: int
     split_step: int
@@ -126,8 +125,6 @@ def allocate_work_list(
 
     return WorkList(
         max_rows=max_rows,
-        max_tokens=max_tokens,
-        num_kv_heads=num_kv_heads,
         target_items=target,
         tile_tokens=tile_tokens,
         split_step=split_step,
@@ -154,7 +151,6 @@ def build_work_list(
     page_table: Tensor,
     prefill: bool,
     split_step: int | None = None,
-    pdl: bool = True,
 ) -> None:
     """Fill `work` for a step. One launch of one or two programs, before the first layer.
 
@@ -166,7 +162,6 @@ def build_work_list(
 
     Fixed inside a graph: all addresses and shapes, `prefill`, `split_step`.
     """
-    pdl = pdl and counts.is_cuda
     shape = list_shape(work, prefill=prefill, split_step=split_step)
     build_kernel[(shape["LISTS"],)](
         counts,
@@ -180,9 +175,7 @@ def build_work_list(
         work.lengths,
         page_table.shape[1] * PAGE_SIZE,
         **shape,
-        PDL=pdl,
-        launch_pdl=pdl,
-        num_warps=4,
+        **launch_options(counts, 4),
     )
 
 

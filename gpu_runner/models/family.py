@@ -41,8 +41,10 @@ class Family:
     default_head_dim: int | None = None
 
 
-def windows_of_layers(fields: Fields, *, used: bool, from_layer: int) -> Windows | None:
-    """Sliding windows where layers `from_layer` and later have them, unless `layer_types` lists the layers itself."""
+def windows_of_layers(fields: Fields) -> Windows | None:
+    """As Qwen's configs say: layers `max_window_layers` and later have sliding windows if `use_sliding_window`, unless
+    `layer_types` lists the layers itself."""
+    used, from_layer = fields.flag("use_sliding_window"), fields.count("max_window_layers", 28)
     num_layers = fields.count("num_hidden_layers")
     types = fields.get("layer_types")
     if types is None:

@@ -7,10 +7,7 @@ from gpu_runner.models.fields import Fields
 
 
 def _from_hf(fields: Fields) -> Traits:
-    windows = windows_of_layers(
-        fields, used=fields.flag("use_sliding_window"), from_layer=fields.count("max_window_layers", 28)
-    )
-    return Traits(qkv_bias=True, layer_windows=windows)
+    return Traits(qkv_bias=True, layer_windows=windows_of_layers(fields))
 
 
 QWEN2 = Family(

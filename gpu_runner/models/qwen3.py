@@ -8,10 +8,7 @@ from gpu_runner.models.fields import Fields
 
 def _from_hf(fields: Fields) -> Traits:
     bias = fields.flag("attention_bias")
-    windows = windows_of_layers(
-        fields, used=fields.flag("use_sliding_window"), from_layer=fields.count("max_window_layers", 28)
-    )
-    return Traits(qk_norm=True, qkv_bias=bias, o_bias=bias, layer_windows=windows)
+    return Traits(qk_norm=True, qkv_bias=bias, o_bias=bias, layer_windows=windows_of_layers(fields))
 
 
 QWEN3 = Family(

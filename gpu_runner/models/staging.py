@@ -55,7 +55,6 @@ class Staging:
         read: Callable[[int, list[memoryview], int], int] = os.preadv,
     ) -> None:
         """chunk_bytes: a multiple of 8, so that no value is cut in two."""
-        self._device = device
         self._chunk_bytes = chunk_bytes
         self._read = read
         self._pool = ThreadPoolExecutor(readers, thread_name_prefix="weights")

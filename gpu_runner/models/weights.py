@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -47,7 +46,7 @@ def random_weights(config: ModelConfig, *, device: torch.device, dtype: torch.dt
     return _assemble(config, _RandomReader(expected_shapes(config), device, dtype))
 
 
-def _assemble(config: ModelConfig, reader: TensorReader) -> DecoderWeights:
+def _assemble(config: ModelConfig, reader: _EmptyReader) -> DecoderWeights:
     embedding = reader.fused(EMBEDDING)
     return DecoderWeights(
         embedding=embedding,
@@ -111,7 +110,7 @@ def _check(checkpoint: Checkpoint, wanted: dict[str, tuple[int, ...]]) -> None:
             raise StartupError(f"{checkpoint.source}: {name} has shape {found[name]}, the config says {shape}")
 
 
-def _layer(reader: TensorReader, config: ModelConfig, prefix: str) -> LayerWeights:
+def _layer(reader: _EmptyReader, config: ModelConfig, prefix: str) -> LayerWeights:
     def fused(used: bool, kind: str, *names: str) -> Tensor | None:
         return reader.fused(*(f"{prefix}{name}.{kind}" for name in names)) if used else None
 
@@ -136,19 +135,15 @@ def _layer(reader: TensorReader, config: ModelConfig, prefix: str) -> LayerWeigh
     )
 
 
-class TensorReader(Protocol):
-    """Makes the decoder's tensors."""
-
-    def fused(self, *names: str) -> Tensor:
-        """The named tensors, one after another along the first dimension, in new contiguous memory."""
-
-
 class _EmptyReader:
+    """Makes the decoder's tensors; readers derived from this one fill them."""
+
     def __init__(self, shapes: dict[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> None:
         self._shapes = shapes
         self._device, self._dtype = device, dtype
 
     def fused(self, *names: str) -> Tensor:
+        """The named tensors, one after another along the first dimension, in new contiguous memory."""
         shapes = [self._shapes[name] for name in names]
         return torch.empty((sum(s[0] for s in shapes), *shapes[0][1:]), dtype=self._dtype, device=self._device)
 

@@ -56,14 +56,13 @@ class Case:
 class DecodeChoice:
     tiling: DecodeTiling
     target_programs: int = 132 * 8
-    pdl: bool = True
 
     @property
     def label(self) -> str:
         tiling = self.tiling
         return (
             f"{tiling.block_tokens}/{tiling.num_warps}/{tiling.num_stages}/{tiling.prefetch_pages}"
-            f"/{self.target_programs // 132}{'' if self.pdl else ' noPDL'}"
+            f"/{self.target_programs // 132}"
         )
 
 
@@ -146,7 +145,6 @@ class Step:
             page_table=self.page_table,
             scale=self.scale,
             tiling=choice.tiling,
-            pdl=choice.pdl,
         )
 
     def prefill(self, work: WorkList, layer: int, choice: PrefillChoice) -> None:
@@ -266,10 +264,7 @@ def main() -> None:
         DecodeTiling(128, 4, 2, 8),
     ]
     decode_choices = [DecodeChoice(tiling) for tiling in tilings]
-    targets = [
-        replace(base, pdl=False),
-        *(replace(base, target_programs=132 * count) for count in (2, 4, 6, 8, 16)),
-    ]
+    targets = [replace(base, target_programs=132 * count) for count in (2, 4, 6, 8, 16)]
     prefill_base = PrefillChoice(PrefillTiling(64, 8, 3, 132), 128)
     prefill_choices = [
         prefill_base,

@@ -21,9 +21,9 @@ from graph_timer import median_us
 from linear import FLOPS_PER_US, MODELS, compile_all, random_normal
 from torch import Tensor
 
-from gpu_runner.device.state import DeviceState
 from gpu_runner.kernels import norm_rope, reference_sampling
 from gpu_runner.kernels.cuda_ops import CudaOps
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.head import HeadSampler
 from gpu_runner.kernels.head_config import HeadConfig
 from gpu_runner.kernels.sample import Sampler
@@ -61,7 +61,7 @@ class Bench:
         self.norm = torch.ones(self.model.hidden, dtype=DTYPE, device=DEVICE)
         self.weight = random_normal(self.model.vocab, self.model.hidden).mul_(SPREAD * self.model.hidden**-0.5)
         self.residual = random_normal(MAX_ROWS, self.model.hidden)
-        self.ops = CudaOps(DEVICE, pdl=not SMOKE)
+        self.ops = CudaOps()
         self.sampler = Sampler(max_rows=MAX_ROWS, vocab=self.model.vocab, device=DEVICE)
         self.head = HeadSampler(max_rows=MAX_ROWS, device=DEVICE)
         self.state = DeviceState(num_slots=MAX_ROWS, pages_per_seq=1, device=DEVICE)
@@ -76,7 +76,7 @@ class Bench:
         self.out = torch.zeros(MAX_ROWS, dtype=torch.int32, device=DEVICE)
 
     def hidden(self, rows: int) -> Tensor:
-        return norm_rope.rms_norm(self.residual[:rows], self.norm, EPS, pdl=not SMOKE)
+        return norm_rope.rms_norm(self.residual[:rows], self.norm, EPS)
 
     def by_logits(self, rows: int, *, noise: bool) -> Tensor:
         logits, out = self.ops.logits(self.hidden(rows), self.weight), self.out[:rows]

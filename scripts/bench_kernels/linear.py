@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from bench_device import BYTES_PER_US, CANNOT_RUN, DEVICE, DTYPE, SMOKE
 from graph_timer import GraphTimer, Run
-from linear_ways import CUBLAS, CUBLAS_TURNED, Linear, Way, compile_key, short, ways_of
+from linear_ways import CUBLAS, Linear, Way, compile_key, short, ways_of
 from stand_in_attention import stand_in_attention
 from torch import Tensor
 
@@ -96,7 +96,7 @@ class Chain:
         self.head = self._weight(model.linear("head")) if head else None
         self.names = (*LAYER, "head") if head else LAYER
         scratch = SplitScratch.allocate(max_values=SCRATCH_VALUES, max_tiles=SCRATCH_TILES, device=DEVICE)
-        self.ops = CudaOps(DEVICE, scratch=scratch, pdl=not SMOKE, choose=self._choose)
+        self.ops = CudaOps(scratch=scratch, choose=self._choose)
 
     def set(self, linear: Linear, way: Way) -> None:
         self.ways[linear.n, linear.k] = way
@@ -131,19 +131,16 @@ class Chain:
 
     def capture_head(self, given: dict[str, Tensor], way: Way) -> Run:
         self.set(self.model.linear("head"), way)
-        assert self.head is not None
-        turned = self.head.t().contiguous() if way == CUBLAS_TURNED else None
 
         def run() -> None:
             for _ in range(HEAD_LAUNCHES):
-                self.logits(given["residual"], turned)
+                self.logits(given["residual"])
 
         return self.timer.capture(run)
 
-    def logits(self, residual: Tensor, turned: Tensor | None) -> Tensor:
+    def logits(self, residual: Tensor) -> Tensor:
         assert self.head is not None
-        hidden = self.ops.rms_norm(residual, self.norm, EPS)
-        return self.ops.logits(hidden, self.head) if turned is None else _wide_mm(hidden, turned)
+        return self.ops.logits(self.ops.rms_norm(residual, self.norm, EPS), self.head)
 
     def errors(self, linear: Linear, tokens: int, ways: Iterable[Way]) -> dict[Way, float]:
         """Relative, of the whole, of the ways that the device can run; infinite for one that does not repeat itself."""
@@ -154,7 +151,7 @@ class Chain:
         for way in ways:
             self.set(linear, way)
             try:
-                results = [self._once(linear.name, weights, given, way) for _ in range(2)]
+                results = [self._once(linear.name, weights, given) for _ in range(2)]
             except CANNOT_RUN as problem:
                 print(f"T={tokens} {linear.name} {short(way)}: {str(problem)[:200]}", flush=True)
                 continue
@@ -162,11 +159,10 @@ class Chain:
             errors[way] = error if torch.equal(*results) else float("inf")
         return errors
 
-    def _once(self, name: str, weights: dict[str, Tensor], given: dict[str, Tensor], way: Way) -> Tensor:
+    def _once(self, name: str, weights: dict[str, Tensor], given: dict[str, Tensor]) -> Tensor:
         values = {key: value.clone() for key, value in given.items()}
         if name == "head":
-            turned = weights["head"].t().contiguous() if way == CUBLAS_TURNED else None
-            return self.logits(values["residual"], turned)
+            return self.logits(values["residual"])
         self.apply(name, weights, values)
         return values[{"qkv": "qkv", "gate_up": "inner"}.get(name, "residual")]
 
@@ -189,10 +185,6 @@ class Chain:
 
 def random_normal(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=DTYPE, device=DEVICE)
-
-
-def _wide_mm(x: Tensor, turned: Tensor) -> Tensor:
-    return torch.mm(x, turned) if SMOKE else torch.mm(x, turned, out_dtype=torch.float32)
 
 
 @dataclass
@@ -318,7 +310,7 @@ def compile_part(names: list[str], token_counts: list[int], part: int, parts: in
             values = chain.values(tokens)
             try:
                 if linear.name == "head":
-                    chain.logits(values["residual"], None)
+                    chain.logits(values["residual"])
                 else:
                     chain.apply(linear.name, chain.layers[0], values)
             except CANNOT_RUN:

@@ -20,7 +20,6 @@ from gpu_runner.kernels.linear_config import (
 )
 
 CUBLAS = "cuBLAS"
-CUBLAS_TURNED = "cuBLAS [K, N]"  # of a head kept as [K, N]
 Way = LinearConfig | str
 
 MAX_SHARED_BYTES = 227 << 10
@@ -46,8 +45,6 @@ class Linear:
 def ways_of(linear: Linear, tokens: int) -> list[Way]:
     """What `choose` names first."""
     ways: list[Way] = [choose(tokens, linear.n, linear.k) or CUBLAS, CUBLAS]
-    if linear.name == "head":
-        ways.append(CUBLAS_TURNED)
     if tokens <= 4:
         ways += _fma_ways(linear)
     if 4 <= tokens <= 64:
@@ -91,11 +88,10 @@ def _dot_ways(linear: Linear, tokens: int) -> Iterator[DotConfig]:
             DotConfig(rows=32, block_k=64, stages=4, num_warps=4, prefetch_k=512),
         ]
     for cut in cuts:
-        token_tile = 64 if tokens <= 64 else 128
-        if cut.stages * (cut.rows + min(token_tile, _padded(tokens))) * cut.block_k * 2 > MAX_SHARED_BYTES:
+        if cut.stages * (cut.rows + _padded(tokens)) * cut.block_k * 2 > MAX_SHARED_BYTES:
             continue
         for split_k in (1, 2, 4, MAX_SPLIT):
-            config = fitted(replace(cut, split_k=split_k, tokens=token_tile), linear.n, linear.k)
+            config = fitted(replace(cut, split_k=split_k), linear.n, linear.k)
             if config.split_k == split_k and not (linear.normed and split_k > 2):
                 yield config
 

@@ -1,8 +1,8 @@
 """Check and time the row-wise kernels, the start of a step and its end, against the floor of the bytes they move.
 
-Each line: the table's configuration with PDL and without, in a graph of launches over input sets that L2 cannot hold
-(where the rows are many), the best of the candidates, the floor at the device's bandwidth. Few rows cannot reach the
-floor: a launch costs 0.75 us whatever it does. `--smoke` runs it without a GPU, at tiny shapes and without meaning.
+Times are of a graph of launches over input sets that L2 cannot hold (where the rows are many); the floor is at the
+device's bandwidth. Few rows cannot reach it: a launch costs 0.75 us whatever it does. `--smoke` runs it without a GPU,
+at tiny shapes and without meaning.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from graph_timer import median_us
 from torch import Tensor
 
 from asyncengine.config import MAX_STOP_IDS
-from gpu_runner.device.state import DeviceState
 from gpu_runner.kernels import norm_rope, reference
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.host_ring import HostRing
 from gpu_runner.kernels.post_update import post_update_to_host
 from gpu_runner.kernels.result_layout import Results, result_words
@@ -34,8 +34,6 @@ LAUNCHES = 2 if SMOKE else 32
 EPS = 1e-6
 PAGE = 16
 ROWS = (1, 3) if SMOKE else (1, 64, 2048)
-
-Config = dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -58,14 +56,13 @@ MODELS = (
 
 @dataclass(frozen=True)
 class Case:
-    """launch(i, pdl, config) runs on input set i; error() is that of a launch just done against the reference."""
+    """launch(i) runs on input set i; error() is that of a launch just done against the reference."""
 
     name: str
     moved_bytes: int
     sets: int
-    launch: Callable[[int, bool, Config], object]
+    launch: Callable[[int], object]
     error: Callable[[], float]
-    candidates: tuple[Config, ...] = ()
 
 
 def rand(*shape: int) -> Tensor:
@@ -86,15 +83,15 @@ def norm_case(model: Model, rows: int) -> Case:
     x, weight = [rand(rows, model.hidden) for _ in range(sets)], rand(model.hidden)
     out = [torch.empty_like(x[0]) for _ in range(sets)]
 
-    def launch(index: int, pdl: bool, config: Config) -> None:
-        norm_rope.rms_norm(x[index], weight, EPS, out=out[index], pdl=pdl, **config)  # type: ignore[arg-type]
+    def launch(index: int) -> None:
+        norm_rope.rms_norm(x[index], weight, EPS, out=out[index])
 
     def error() -> float:
         out[0].fill_(torch.nan)
-        launch(0, not SMOKE, {})
+        launch(0)
         return relative(out[0], reference.rms_norm(x[0], weight, EPS))
 
-    return Case(f"norm {model.name}", moved, sets, launch, error, tuple({"num_warps": w} for w in (2, 4, 8, 16)))
+    return Case(f"norm {model.name}", moved, sets, launch, error)
 
 
 def qk_case(model: Model, rows: int) -> Case:
@@ -112,8 +109,8 @@ def qk_case(model: Model, rows: int) -> Case:
     norms = (rand(model.head_dim), rand(model.head_dim)) if model.qk_norm else (None, None)
     norm: dict[str, Any] = {"num_heads": model.heads, "q_norm": norms[0], "k_norm": norms[1], "eps": EPS}
 
-    def launch(index: int, pdl: bool, config: Config) -> None:
-        arguments = {**norm, **config, "out": out[index], "pdl": pdl}
+    def launch(index: int) -> None:
+        arguments = {**norm, "out": out[index]}
         norm_rope.qk_norm_rope_write(qkv[index], positions, kv_index, inv_freq, kv[index], **arguments)
 
     def error() -> float:
@@ -121,15 +118,10 @@ def qk_case(model: Model, rows: int) -> Case:
         cos_sin = reference.rope_cos_sin(positions, inv_freq)
         expected = reference.qk_norm_rope_write(qkv[0], cos_sin, expected_kv, kv_index.long(), **norm)
         out[0].fill_(torch.nan)
-        launch(0, not SMOKE, {})
+        launch(0)
         return max(relative(out[0], expected), relative(kv[0], expected_kv))
 
-    total = model.heads + 2 * model.kv_heads
-    shapes: list[Config] = []
-    for heads in (4, 8, 16):
-        for programs in {1, -(-total // heads)}:
-            shapes.append({"heads_per_block": heads, "programs_per_token": programs})
-    return Case(f"qk+rope+kv {model.name}", moved, sets, launch, error, tuple(shapes))
+    return Case(f"qk+rope+kv {model.name}", moved, sets, launch, error)
 
 
 def silu_case(model: Model, rows: int) -> Case:
@@ -138,17 +130,15 @@ def silu_case(model: Model, rows: int) -> Case:
     gate_up = [rand(rows, 2 * model.inner) for _ in range(sets)]
     out = [torch.empty(rows, model.inner, dtype=DTYPE, device=DEVICE) for _ in range(sets)]
 
-    def launch(index: int, pdl: bool, config: Config) -> None:
-        norm_rope.silu_mul(gate_up[index], out=out[index], pdl=pdl, **config)  # type: ignore[arg-type]
+    def launch(index: int) -> None:
+        norm_rope.silu_mul(gate_up[index], out=out[index])
 
     def error() -> float:
         out[0].fill_(torch.nan)
-        launch(0, not SMOKE, {})
+        launch(0)
         return relative(out[0], reference.silu_mul(gate_up[0]))
 
-    shapes = ((512, 2), (2048, 4), (2048, 8))
-    candidates = tuple({"block": block, "num_warps": warps} for block, warps in shapes)
-    return Case(f"silu*up {model.name}", moved, sets, launch, error, candidates)
+    return Case(f"silu*up {model.name}", moved, sets, launch, error)
 
 
 def embedding_case(model: Model, rows: int) -> Case:
@@ -157,12 +147,12 @@ def embedding_case(model: Model, rows: int) -> Case:
     token_ids = [torch.randint(len(table), (rows,), dtype=torch.int32, device=DEVICE) for _ in range(MOST_SETS)]
     out = torch.empty(rows, model.hidden, dtype=DTYPE, device=DEVICE)
 
-    def launch(index: int, pdl: bool, config: Config) -> None:
-        norm_rope.embedding(token_ids[index], table, out=out, pdl=pdl)
+    def launch(index: int) -> None:
+        norm_rope.embedding(token_ids[index], table, out=out)
 
     def error() -> float:
         out.fill_(torch.nan)
-        launch(0, not SMOKE, {})
+        launch(0)
         return relative(out, table[token_ids[0].long()])
 
     return Case(f"embedding {model.name}", moved, MOST_SETS, launch, error)
@@ -233,29 +223,28 @@ def step_cases(decode_rows: int, chunk: int, bucket: int) -> list[Case]:
         device=DEVICE,
     )
 
-    def start(index: int, pdl: bool, config: Config) -> None:
+    def start(index: int) -> None:
         step_meta(
             *(device_upload, state, meta, page_tokens),
             num_tokens=bucket,
             ring=None if chunk else ring,
             work=work,
             prefill=chunk > 0,
-            pdl=pdl,
         )
 
-    def end(index: int, pdl: bool, config: Config) -> None:
-        post_update_to_host(sampled, state, meta, ring, device_upload, num_slots=num_slots, pdl=pdl)
+    def end(index: int) -> None:
+        post_update_to_host(sampled, state, meta, ring, device_upload, num_slots=num_slots)
 
     def start_error() -> float:
         meta.positions.fill_(-7)
-        start(0, not SMOKE, {})
+        start(0)
         begins = state.kv_len[torch.from_numpy(slots).long().to(DEVICE)].tolist()
         expected = begins[:decode_rows] + list(range(chunk)) + [0] * (bucket - decode_rows - chunk)
         return float(sum(a != b for a, b in zip(meta.positions.tolist(), expected, strict=True)))
 
     def end_error() -> float:
         results.fill_(-7)
-        end(0, not SMOKE, {})
+        end(0)
         if not SMOKE:
             torch.cuda.synchronize()
         tokens = Results.of(results).tokens.tolist()
@@ -284,23 +273,21 @@ def cases() -> list[tuple[int, Case]]:
     return found
 
 
-def time_us(case: Case, pdl: bool, config: Config) -> float:
+def time_us(case: Case) -> float:
     """Median time of one launch among many in a graph."""
-    return median_us(lambda index: case.launch(index % case.sets, pdl and not SMOKE, config), max(LAUNCHES, case.sets))
+    return median_us(lambda index: case.launch(index % case.sets), max(LAUNCHES, case.sets))
 
 
 def main() -> None:
-    print(f"{'kernel':18} {'rows':>5} {'error':>8} {'us':>7} {'no PDL':>7} {'floor':>6} {'GB/s':>6}  best candidate")
+    print(f"{'kernel':18} {'rows':>5} {'error':>8} {'us':>7} {'floor':>6} {'GB/s':>6}")
     failed = False
     for rows, case in cases():
         error = case.error()
         failed |= not error < 5e-3
-        ours, without = time_us(case, True, {}), time_us(case, False, {})
-        best = min(((time_us(case, True, config), str(config)) for config in case.candidates), default=(0.0, ""))
+        us = time_us(case)
         floor = case.moved_bytes / BYTES_PER_US
         print(
-            f"{case.name:18} {rows:5} {error:8.1e} {ours:7.2f} {without:7.2f} {floor:6.2f}"
-            f" {case.moved_bytes / ours / 1e3:6.0f}  " + (f"{best[0]:.2f} {best[1]}" if best[1] else ""),
+            f"{case.name:18} {rows:5} {error:8.1e} {us:7.2f} {floor:6.2f} {case.moved_bytes / us / 1e3:6.0f}",
             flush=True,
         )
     sys.exit(int(failed))

@@ -21,8 +21,8 @@ from graph_timer import median_us
 from torch import Tensor
 
 from asyncengine.config import MAX_TOP_LOGPROBS, PAGE_SIZE
-from gpu_runner.device.state import DeviceState
 from gpu_runner.kernels import reference_adjust, reference_sampling
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.kernel_compiler import KernelCompiler
 from gpu_runner.kernels.reference_adjust import AdjustRows
 from gpu_runner.kernels.reference_sampling import SamplingRows

@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 from matplotlib import pyplot
+from simulation.plot import INK, plain, save
 
-INK = "#22262b"
 COLOURS = {"real": "#2b6c8f", "simulated": "#e8871e"}
 PANELS = ("TTFT p50", "TTFT p99", "TPOT p50", "gap p99", "within %", "out tok/s")
 
@@ -30,12 +27,5 @@ def plot(runs: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
                 axes.bar([at + shift for at in range(len(names))], heights, 0.4, color=COLOURS[kind], label=kind)
             axes.set_title(f"{run['run']}\n{name}", fontsize=8.5, loc="left", color=INK)
             axes.set_xticks(range(len(names)), names, fontsize=7)
-            axes.tick_params(axis="y", labelsize=8, colors="#59616b")
-            axes.grid(axis="y", color="#e3e6ea", lw=0.6)
-            axes.set_axisbelow(True)
-            for side in ("top", "right"):
-                axes.spines[side].set_visible(False)
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8.5, frameon=False)
-    figure.savefig(path, dpi=90)
-    pyplot.close(figure)
+            plain(axes)
+    save(figure, path, grid[0][0])

@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
 from matplotlib import pyplot
 from simulation.fleet import Moment
-
-INK = "#22262b"
+from simulation.plot import INK, plain
 
 
 def plot_fleet(moments: Sequence[Moment], path: Path, *, window_s: float, title: str) -> None:
@@ -35,9 +31,7 @@ def plot_fleet(moments: Sequence[Moment], path: Path, *, window_s: float, title:
     below.set_xlabel("minutes")
     for axes in (above, below):
         axes.legend(fontsize=8.5, frameon=False)
-        axes.grid(axis="y", color="#e3e6ea", lw=0.6)
-        axes.tick_params(labelsize=8, colors="#59616b")
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        axes.tick_params(axis="x", labelsize=8, colors="#59616b")
+        plain(axes)
     figure.savefig(path, dpi=90)
     pyplot.close(figure)

@@ -11,6 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 COLOURS = {"fcfs": "#2b6c8f", "priority": "#e8871e", "shortest": "#4f9d4a", "longest": "#8c5fb0"}
 INK = "#22262b"
@@ -33,10 +34,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
         for axes, (name, keys) in zip(line, PANELS, strict=True):
             _panel(axes, own, keys)
             axes.set_title(f"{model}\n{name}", fontsize=8.5, loc="left", color=INK)
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8.5, frameon=False)
-    figure.savefig(path, dpi=90)
-    pyplot.close(figure)
+    save(figure, path, grid[0][0])
 
 
 def _panel(axes: Axes, rows: Sequence[dict[str, Any]], keys: tuple[str, ...]) -> None:
@@ -48,6 +46,16 @@ def _panel(axes: Axes, rows: Sequence[dict[str, Any]], keys: tuple[str, ...]) ->
         at = [loads.index(row["load"]) + (place - (len(policies) - 1) / 2) * width for row in own]
         axes.bar(at, [_value(row, keys) for row in own], width, color=COLOURS[policy], label=policy)
     axes.set_xticks(range(len(loads)), loads, fontsize=8)
+    plain(axes)
+
+
+def _value(row: dict[str, Any], keys: tuple[str, ...]) -> float:
+    if len(keys) == 1:
+        return 100 * float(row[keys[0]])
+    return float((row[keys[0]] or {}).get(keys[1], 0.0))
+
+
+def plain(axes: Axes) -> None:
     axes.tick_params(axis="y", labelsize=8, colors="#59616b")
     axes.grid(axis="y", color="#e3e6ea", lw=0.6)
     axes.set_axisbelow(True)
@@ -55,7 +63,9 @@ def _panel(axes: Axes, rows: Sequence[dict[str, Any]], keys: tuple[str, ...]) ->
         axes.spines[side].set_visible(False)
 
 
-def _value(row: dict[str, Any], keys: tuple[str, ...]) -> float:
-    if len(keys) == 1:
-        return 100 * float(row[keys[0]])
-    return float((row[keys[0]] or {}).get(keys[1], 0.0))
+def save(figure: Figure, path: Path, labelled: Axes) -> None:
+    """With the labels of one of its axes below."""
+    handles, labels = labelled.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8.5, frameon=False)
+    figure.savefig(path, dpi=90)
+    pyplot.close(figure)

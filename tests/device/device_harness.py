@@ -14,10 +14,10 @@ from asyncengine.wire.reports import RunnerInfo
 from gpu_runner.device.buffers import pages_for
 from gpu_runner.device.executor import Executor
 from gpu_runner.device.memory import allocate_kv_cache
-from gpu_runner.device.state import DeviceState
 from gpu_runner.device.step import Step
 from gpu_runner.device.stream import Stream
 from gpu_runner.device.target import make_stream
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.ops import BatchMeta
 from gpu_runner.kernels.reference_ops import ReferenceOps
 from gpu_runner.kernels.upload_layout import upload_words

@@ -75,7 +75,6 @@ def fill(config: EngineConfig, *, graph_bytes: int = GRAPHS) -> tuple[KvSize, An
         num_slots=4,
         progress=lambda phase, done, total: None,
         graphs=True,
-        pdl=True,
     )
     gpu: Any = build._memory
     stream = WorkerStream(prepare=lambda: None)

@@ -15,8 +15,8 @@ from gpu_runner.device.buffers import PackedStep
 from gpu_runner.device.graph_step import GraphStep, Uncaptured
 from gpu_runner.device.memory import allocate_kv_cache
 from gpu_runner.device.sampling_path import SamplingPath
-from gpu_runner.device.state import DeviceState
 from gpu_runner.kernels.cuda_ops import CudaOps
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.upload_layout import upload_words
 from gpu_runner.models.registry import random_model
 from gpu_runner.schedule.buckets import bucket_for, token_buckets
@@ -37,7 +37,7 @@ class Notes:
             folder, vocab_size=60, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
             num_key_value_heads=1, head_dim=16,
         )  # fmt: skip
-        decoder = random_model(model, device=CPU, dtype=torch.float32, ops=CudaOps(CPU, pdl=False))
+        decoder = random_model(model, device=CPU, dtype=torch.float32, ops=CudaOps())
         self.step = GraphStep(
             decoder=decoder,
             model=decoder.config,
@@ -48,7 +48,6 @@ class Notes:
             upload_words=upload_words(num_slots=max_rows, pages_per_seq=1, max_step_tokens=STEP_TOKENS),
             dtype=torch.float32,
             graphs=False,
-            pdl=False,
         )
         self.replayed: list[str] = []
         for kind in self.step.works():

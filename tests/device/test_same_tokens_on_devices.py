@@ -14,6 +14,7 @@ from support.reference_logits import ReferenceLogits
 
 from asyncengine.config import Device
 from asyncengine.sampling import SamplingParams
+from gpu_runner.kernels import launch
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -84,10 +85,11 @@ def test_a_run_can_be_repeated(engine: DeviceEngine) -> None:
 
 
 def test_dependent_launch_leaves_the_best_tokens(
-    engine: DeviceEngine, reference: ReferenceLogits, model: str, device: Device
+    engine: DeviceEngine, reference: ReferenceLogits, model: str, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert_best(reference, PROMPTS, engine.run(PROMPTS, GREEDY))
-    with device_engine(model, device=device, dtype="bfloat16", load_format="dummy", pdl=False) as without:
+    monkeypatch.setattr(launch, "uses_pdl", lambda x: False)
+    with device_engine(model, device=device, dtype="bfloat16", load_format="dummy") as without:
         assert_best(reference, PROMPTS, without.run(PROMPTS, GREEDY))
 
 

@@ -17,10 +17,10 @@ from gpu_runner.device.buffers import pages_for
 from gpu_runner.device.executor import Executor, StepRunner
 from gpu_runner.device.graph_step import GraphStep
 from gpu_runner.device.memory import allocate_kv_cache
-from gpu_runner.device.state import DeviceState
 from gpu_runner.device.step import Step
 from gpu_runner.device.target import make_stream
 from gpu_runner.kernels.cuda_ops import CudaOps
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.head_config import HeadConfig
 from gpu_runner.kernels.upload_layout import upload_words
 from gpu_runner.models.registry import random_model
@@ -51,7 +51,7 @@ PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (19, 1, 6, 5, 
 
 def executor(model: str, *, kernels: bool) -> Executor:
     """Of `GraphStep` that captures nothing, or of `Step`."""
-    decoder = random_model(model, device=CPU, dtype=torch.float32, ops=CudaOps(CPU, pdl=False) if kernels else None)
+    decoder = random_model(model, device=CPU, dtype=torch.float32, ops=CudaOps() if kernels else None)
     kv_cache = allocate_kv_cache(decoder.config, NUM_PAGES, torch.float32, CPU)
     num_slots, pages_per_seq = 2 * ROWS, pages_for(CONTEXT)
     state = DeviceState(num_slots=num_slots, pages_per_seq=pages_per_seq, device=CPU)
@@ -68,7 +68,6 @@ def executor(model: str, *, kernels: bool) -> Executor:
             upload_words=words,
             dtype=torch.float32,
             graphs=False,
-            pdl=False,
         )
         uncaptured.capture(lambda done, total: None)
     else:

@@ -11,7 +11,7 @@ from torch import Tensor
 from asyncengine.config import MAX_STOP_IDS, MAX_TOP_LOGPROBS, PAGE_SIZE
 from gpu_runner.device.buffers import pack
 from gpu_runner.device.sampling_path import SamplingPaths
-from gpu_runner.device.state import DeviceState
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.upload_layout import upload_words
 from gpu_runner.schedule.plan import Int32, StartRows, StepPlan
 

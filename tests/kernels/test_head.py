@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu_runner.device.state import DeviceState
 from gpu_runner.kernels import reference_sampling
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.head import HeadSampler
 from gpu_runner.kernels.head_config import HeadConfig, choose_head
 from gpu_runner.kernels.reference_sampling import SamplingRows

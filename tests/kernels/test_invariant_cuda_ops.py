@@ -64,7 +64,7 @@ def operations(dtype: torch.dtype, n: int) -> dict[str, Operation]:
 @pytest.mark.parametrize("n", [N, *([4096, 9000] if ON_GPU else [])])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_has_the_same_bits_among_any_number_of_rows(dtype: torch.dtype, n: int) -> None:
-    ops = InvariantCudaOps(DEVICE, pdl=ON_GPU)
+    ops = InvariantCudaOps()
     x = normal(max(NUM_TOKENS), K, dtype=dtype, seed=4)
     for name, operation in operations(dtype, n).items():
         whole = operation(ops, x)

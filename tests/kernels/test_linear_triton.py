@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_runner.kernels import linear, reference
@@ -93,7 +94,7 @@ def poisoned_scratch() -> SplitScratch:
 
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """In float64, rounded to x's type as the unfused path does."""
-    return reference.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype)
+    return F.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype)
 
 
 def assert_close(out: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
@@ -119,7 +120,7 @@ def test_linear_equals_reference(config: LinearConfig, tokens: int, with_bias: b
     given = draw(tokens, dtype)
     bias = given.bias if with_bias else None
     out = poisoned(tokens, N, dtype)
-    linear.linear(given.x, given.weight, out=out, config=config, bias=bias, scratch=poisoned_scratch(), pdl=ON_GPU)
+    linear.linear(given.x, given.weight, out=out, config=config, bias=bias, scratch=poisoned_scratch())
     assert_close(out, wide_linear(given.x, given.weight, bias), dtype)
 
 
@@ -128,8 +129,8 @@ def test_linear_equals_reference(config: LinearConfig, tokens: int, with_bias: b
 def test_gate_up_equals_linear_and_silu(config: LinearConfig, tokens: int, dtype: torch.dtype) -> None:
     given = draw(tokens, dtype, seed=2)
     out = poisoned(tokens, N // 2, dtype)
-    linear.gate_up(
-        given.x, given.weight, out=out, config=config, bias=given.bias, scratch=poisoned_scratch(), pdl=ON_GPU
+    linear.linear(
+        given.x, given.weight, out=out, config=config, bias=given.bias, scratch=poisoned_scratch(), gate_up=True
     )
     assert_close(out, reference.silu_mul(wide_linear(given.x, given.weight, given.bias)), dtype)
 
@@ -139,7 +140,7 @@ def test_gate_up_equals_linear_and_silu(config: LinearConfig, tokens: int, dtype
 def test_norm_linear_equals_norm_then_linear(config: FmaConfig, tokens: int, dtype: torch.dtype) -> None:
     given = draw(tokens, dtype, seed=1)
     out = poisoned(tokens, N, dtype)
-    linear.norm_linear(given.x, given.norm, EPS, given.weight, out=out, config=config, bias=given.bias, pdl=ON_GPU)
+    linear.linear(given.x, given.weight, out=out, config=config, bias=given.bias, norm=given.norm, eps=EPS)
     assert_close(out, wide_linear(reference.rms_norm(given.x, given.norm, EPS), given.weight, given.bias), dtype)
 
 
@@ -148,7 +149,9 @@ def test_norm_linear_equals_norm_then_linear(config: FmaConfig, tokens: int, dty
 def test_norm_gate_up_equals_norm_then_gate_up(config: FmaConfig, tokens: int, dtype: torch.dtype) -> None:
     given = draw(tokens, dtype, seed=2)
     out = poisoned(tokens, N // 2, dtype)
-    linear.norm_gate_up(given.x, given.norm, EPS, given.weight, out=out, config=config, bias=given.bias, pdl=ON_GPU)
+    linear.linear(
+        given.x, given.weight, out=out, config=config, bias=given.bias, norm=given.norm, eps=EPS, gate_up=True
+    )
     x = reference.rms_norm(given.x, given.norm, EPS)
     assert_close(out, reference.silu_mul(wide_linear(x, given.weight, given.bias)), dtype)
 
@@ -158,7 +161,7 @@ def test_norm_gate_up_equals_norm_then_gate_up(config: FmaConfig, tokens: int, d
 def test_linear_add_adds_to_the_residual_in_place(config: LinearConfig, tokens: int, dtype: torch.dtype) -> None:
     given = draw(tokens, dtype, seed=3)
     bias, residual = given.bias, given.residual.clone()
-    linear.linear_add(given.x, given.weight, residual, config=config, bias=bias, scratch=poisoned_scratch(), pdl=ON_GPU)
+    linear.linear(given.x, given.weight, out=residual, config=config, bias=bias, scratch=poisoned_scratch(), add=True)
     assert_close(residual, given.residual + wide_linear(given.x, given.weight, bias), dtype)
 
 
@@ -167,8 +170,8 @@ def test_float32_outputs_are_not_rounded(config: LinearConfig) -> None:
     dtype = DTYPES[0]
     given = draw(3, dtype, seed=4)
     out = poisoned(3, N, torch.float32)
-    linear.linear(given.x, given.weight, out=out, config=config, pdl=ON_GPU)
-    assert_close(out, reference.linear(given.x.double(), given.weight.double(), None), torch.float32)
+    linear.linear(given.x, given.weight, out=out, config=config)
+    assert_close(out, F.linear(given.x.double(), given.weight.double()), torch.float32)
 
 
 @pytest.mark.parametrize("config", [DOT_CONFIGS[1], SHARED_TILE_CONFIGS[0], SHARED_TILE_CONFIGS[1]], ids=pytest_ids)
@@ -177,7 +180,7 @@ def test_a_split_leaves_its_scratch_as_it_found_it_and_repeats_exactly(config: L
     scratch = poisoned_scratch()
     first, second = poisoned(40, N, DTYPES[0]), poisoned(40, N, DTYPES[0])
     for out in (first, second):
-        linear.linear(given.x, given.weight, out=out, config=config, scratch=scratch, pdl=ON_GPU)
+        linear.linear(given.x, given.weight, out=out, config=config, scratch=scratch)
         assert not scratch.arrivals.any()
     assert torch.equal(first, second)
 
@@ -188,14 +191,14 @@ def test_a_token_has_the_same_outputs_in_every_tile_that_programs_share(config: 
     given = draw(tokens, DTYPES[0], seed=8)
     given.x.copy_(given.x[0].expand_as(given.x))
     out = poisoned(tokens, N, DTYPES[0])
-    linear.linear(given.x, given.weight, out=out, config=config, scratch=poisoned_scratch(), pdl=ON_GPU)
+    linear.linear(given.x, given.weight, out=out, config=config, scratch=poisoned_scratch())
     assert torch.equal(out, out[0].expand_as(out))
 
 
 def test_programs_too_few_for_the_tiles_of_tokens_leave_each_tile_one() -> None:
     given = draw(96, DTYPES[0], seed=9)
     out = poisoned(96, N, DTYPES[0])
-    linear.linear(given.x, given.weight, out=out, config=SHARED_TILE_CONFIGS[2], pdl=ON_GPU)
+    linear.linear(given.x, given.weight, out=out, config=SHARED_TILE_CONFIGS[2])
     assert_close(out, wide_linear(given.x, given.weight, None), DTYPES[0])
 
 
@@ -205,7 +208,7 @@ def test_a_scratch_too_small_is_refused(size: tuple[int, int]) -> None:
     scratch = SplitScratch.allocate(max_values=size[0], max_tiles=size[1], device=DEVICE)
     for refused in (scratch, None):
         with pytest.raises(ValueError, match=r"of 8 x 44 needs a scratch of 1056 values, 2 tiles"):
-            linear.linear(given.x, given.weight, out=given.residual, config=DOT_CONFIGS[1], scratch=refused, pdl=False)
+            linear.linear(given.x, given.weight, out=given.residual, config=DOT_CONFIGS[1], scratch=refused)
 
 
 @pytest.mark.parametrize("size", [(8 * 64 * 32 - 1, 64), (8 * 64 * 32, 3)])
@@ -215,7 +218,7 @@ def test_a_scratch_too_small_for_shared_tiles_is_refused(size: tuple[int, int]) 
     config = replace(SHARED_TILE_CONFIGS[0], tokens=64)
     for refused in (scratch, None):
         with pytest.raises(ValueError, match=r"of 40 x 44 needs a scratch of 16384 values, 4 tiles"):
-            linear.linear(given.x, given.weight, out=given.residual, config=config, scratch=refused, pdl=False)
+            linear.linear(given.x, given.weight, out=given.residual, config=config, scratch=refused)
 
 
 def power_of_two(value: int) -> bool:
@@ -283,5 +286,5 @@ def test_chosen_configurations_equal_reference(shape: tuple[int, int], tokens: i
     assert config is not None
     given = draw(tokens, DTYPES[0], n=shape[0], k=shape[1], seed=6)
     out = poisoned(tokens, shape[0], DTYPES[0])
-    linear.linear(given.x, given.weight, out=out, config=config, scratch=poisoned_scratch(), pdl=ON_GPU)
+    linear.linear(given.x, given.weight, out=out, config=config, scratch=poisoned_scratch())
     assert_close(out, wide_linear(given.x, given.weight, None), DTYPES[0])

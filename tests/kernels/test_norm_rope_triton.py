@@ -67,7 +67,7 @@ def test_embedding_gathers_rows(hidden: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (16, 8, 128), (3, 1, 24)])
-@pytest.mark.parametrize("shape", [{}, {"programs_per_token": 1}, {"heads_per_block": 4, "programs_per_token": 2}])
+@pytest.mark.parametrize("shape", [{}, {"programs_per_token": 1}, {"programs_per_token": 2}])
 def test_queries_keys_and_values_equal_the_reference(
     heads: int, kv_heads: int, head_dim: int, normed: bool, dtype: torch.dtype, shape: dict[str, int]
 ) -> None:

@@ -16,10 +16,10 @@ from asyncengine.config import MAX_STOP_IDS, PAGE_SIZE
 from asyncengine.wire.base import Finish
 from gpu_runner.device.buffers import RingSlot, pack
 from gpu_runner.device.sampling_path import SamplingPaths
-from gpu_runner.device.state import DeviceState
 from gpu_runner.device.step import Step
 from gpu_runner.device.stream import InlineStream
 from gpu_runner.device.token_masks import TokenMasks
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.host_ring import HostRing
 from gpu_runner.kernels.ops import BatchMeta
 from gpu_runner.kernels.post_update import FINISH_LENGTH, FINISH_STOP, post_update, post_update_to_host

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from asyncengine import sampling
 from asyncengine.config import MAX_BIAS_IDS, MAX_TOP_LOGPROBS, PAGE_SIZE
-from gpu_runner.device.state import DeviceState
 from gpu_runner.kernels import reference_adjust
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.reference_adjust import AdjustRows
 from gpu_runner.kernels.result_layout import Results, result_words
 from gpu_runner.kernels.sample import Sampler, Tiling

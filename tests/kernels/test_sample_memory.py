@@ -13,8 +13,8 @@ import torch
 from support.fenced_memory import FencedMemory
 from torch import Tensor
 
-from gpu_runner.device.state import DeviceState
 from gpu_runner.kernels import reference_sampling, sample
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.reference_sampling import SamplingRows
 from gpu_runner.kernels.sample import Sampler, Tiling
 from gpu_runner.kernels.step_meta import StepMeta, new_step_meta

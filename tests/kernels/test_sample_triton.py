@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncengine.config import MAX_STOP_IDS
-from gpu_runner.device.state import DeviceState
 from gpu_runner.kernels import reference_sampling
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.reference_sampling import SamplingRows
 from gpu_runner.kernels.sample import Sampler, Tiling
 from gpu_runner.kernels.sample_noise import gumbel, noise_bits, noise_keys, uniform

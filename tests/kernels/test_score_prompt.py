@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from asyncengine.config import MAX_TOP_LOGPROBS
-from gpu_runner.device.state import DeviceState
 from gpu_runner.kernels import reference_adjust
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.host_ring import HostRing, deliver_scores
 from gpu_runner.kernels.result_layout import Scores, score_words
 from gpu_runner.kernels.sample import Tiling

@@ -11,8 +11,8 @@ from step_plans import DEVICE, STATE_TENSORS, int32, poisoned_state, start_rows,
 from torch import Tensor
 
 from asyncengine.config import MAX_BIAS_IDS, MAX_STOP_IDS, PAGE_SIZE
-from gpu_runner.device.state import DeviceState
 from gpu_runner.device.upload_views import START_SECTIONS
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.host_ring import HostRing
 from gpu_runner.kernels.step_meta import FETCH_BLOCK, StepMeta, new_step_meta, step_meta
 from gpu_runner.kernels.upload_layout import HEADER_WORDS, USED_WORDS_WORD

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu_runner.device.state import DeviceState
 from gpu_runner.device.token_masks import TokenMasks
 from gpu_runner.kernels import reference_adjust
+from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.mask_layout import mask_words
 from gpu_runner.kernels.sample import Sampler
 from gpu_runner.kernels.step_meta import StepMeta, new_step_meta

@@ -59,7 +59,6 @@ def made_up_build(model: str, config: EngineConfig) -> build_gpu.GpuBuild:
             num_slots=config.max_num_seqs + 1,
             progress=lambda phase, done, total: None,
             graphs=True,
-            pdl=True,
         )
 
 

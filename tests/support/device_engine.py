@@ -82,7 +82,6 @@ def device_engine(
     max_model_len: int | None = None,
     batch_invariant: bool = False,
     graphs: bool = True,
-    pdl: bool = True,
 ) -> Iterator[DeviceEngine]:
     """A model by its path, ready to run. Few rows and step tokens, so that there are few graphs to capture."""
     config = EngineConfig(
@@ -99,9 +98,7 @@ def device_engine(
     with tapping(
         max_rows=max_num_seqs, vocab_size=read_model_config(model).vocab_size, device=torch.device(device)
     ) as buffer:
-        executor = build_executor(
-            config, model, lambda *_: None, num_slots=num_slots_for(max_num_seqs), graphs=graphs, pdl=pdl
-        )
+        executor = build_executor(config, model, lambda *_: None, num_slots=num_slots_for(max_num_seqs), graphs=graphs)
     yield DeviceEngine(executor=executor, buffer=buffer, max_num_seqs=max_num_seqs)
     executor.close()
 
