@@ -47,6 +47,7 @@ class _CallJson(msgspec.Struct):
 
 
 class _ChatDeltaJson(msgspec.Struct):
+    role: str | None = None
     content: str = ""
     reasoning_content: str = ""
     tool_calls: list[_CallJson] = []
@@ -198,6 +199,8 @@ def delta_of(data: bytes) -> Delta | None:
         return None
     choice, usage = chunk.choices[0], chunk.usage
     message = choice.delta or _ChatDeltaJson()
+    if message.role is not None:
+        return None
     details = usage.prompt_tokens_details or _PromptDetailsJson()
     return Delta(
         index=choice.index,
