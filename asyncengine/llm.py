@@ -176,6 +176,8 @@ async def _start(engine: AsyncEngine) -> None:
 
 
 def _close(loop: LoopThread, engine: AsyncEngine) -> None:
+    if loop.is_forked:  # the engine is the other process's, and goes on
+        return
     if loop.is_current:  # the garbage collector may run anywhere, and this thread cannot wait for its own end
         threading.Thread(target=_close, args=(loop, engine)).start()
         return
