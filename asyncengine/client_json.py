@@ -143,7 +143,8 @@ def request_body(
         "messages": prompt.messages,
         "logprobs": params.logprobs is not None,
         "top_logprobs": params.logprobs,
-        "add_generation_prompt": prompt.add_generation_prompt,
+        "add_generation_prompt": prompt.add_generation_prompt and not prompt.continue_final_message,
+        "continue_final_message": prompt.continue_final_message,
         "chat_template_kwargs": prompt.template_kwargs,
     }
     if prompt.tools:

@@ -210,6 +210,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None

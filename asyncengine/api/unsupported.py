@@ -53,7 +53,6 @@ NO_EFFECT_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),
     "audio": (),
     "chat_template": (),
-    "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
     "function_call": ("none", "auto"),
@@ -87,7 +86,6 @@ INSTEAD: Mapping[str, str] = {
 """What a client that sends such a field is after, and gets by another."""
 NO_EFFECT_IN_TOKENIZE: Mapping[str, tuple[Any, ...]] = {
     "chat_template": (),
-    "continue_final_message": (False,),
     "mm_processor_kwargs": (),
 }
 

@@ -128,6 +128,10 @@ def test_conversations_go_through_the_chat_template(llm: LLM) -> None:
     (open_ended,) = llm.chat(conversation, params, use_tqdm=False, add_generation_prompt=False)
     assert open_ended.prompt is not None
     assert open_ended.prompt.endswith("Grüße!<|im_end|>\n")
+    begun: list[dict[str, object]] = [*conversation, {"role": "assistant", "content": "Guten"}]
+    (continued,) = llm.chat(begun, params, use_tqdm=False, continue_final_message=True)
+    assert continued.prompt is not None
+    assert continued.prompt.endswith("Grüße!<|im_end|>\n<|im_start|>assistant\nGuten")
 
 
 @pytest.mark.parametrize("prompts", [None, 5, b"abc", {"prompt": "abc"}, iter(["abc"])])
