@@ -348,6 +348,25 @@ async def test_known_fields_that_would_matter_are_refused_by_name(
     assert backend.calls == []
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"tool_choice": "any"}, "tool_choice: Invalid enum value 'any', expected 'auto', 'none', 'required'"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].type: Invalid enum value 'custom', expected 'function'"),
+        (
+            {"messages": [USER, {"role": "User", "content": "a"}]},
+            "messages[1].role: Invalid enum value 'User', expected 'assistant', 'developer', 'system', 'tool', 'user'",
+        ),
+        (
+            {"response_format": {"type": "x"}},
+            "response_format.type: Invalid enum value 'x', expected 'json_object', 'json_schema', 'text'",
+        ),
+    ],
+)
+async def test_a_text_that_is_none_of_some_is_answered_with_those(server: Server, wrong: dict, message: str) -> None:
+    assert (await refused(server, CHAT, {"messages": [USER], **wrong}))["message"] == message
+
+
 async def test_what_has_another_name_here_is_refused_with_that_name(server: Server) -> None:
     error = await refused(server, COMPLETIONS, {"prompt": "a", "guided_json": {"type": "object"}})
     assert error["message"] == 'guided_json is not supported by this server: structured_outputs has "json"'
