@@ -16,7 +16,7 @@ _described = cache(inspect.type_info)  # takes milliseconds, and there are as ma
 
 
 def allowed_values(kind: Any, path: str) -> list[str]:
-    """What the field at `path` of a body may be, where that is one of some texts; else nothing. kind: the body's type."""
+    """What the field at `path` of a body may be, where that is one of some texts. kind: the body's type."""
     kinds = list(_plain(_described(kind)))
     for name, _ in STEP.findall(path):
         kinds = [inner for each in kinds for inner in _inside(each, name)]
