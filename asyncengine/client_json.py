@@ -47,6 +47,7 @@ class _CallJson(msgspec.Struct):
 
 
 class _ChatDeltaJson(msgspec.Struct):
+    role: str | None = None
     content: str = ""
     reasoning_content: str = ""
     tool_calls: list[_CallJson] = []
@@ -140,7 +141,8 @@ def request_body(
         "messages": prompt.messages,
         "logprobs": params.logprobs is not None,
         "top_logprobs": params.logprobs,
-        "add_generation_prompt": prompt.add_generation_prompt,
+        "add_generation_prompt": prompt.add_generation_prompt and not prompt.continue_final_message,
+        "continue_final_message": prompt.continue_final_message,
         "chat_template_kwargs": prompt.template_kwargs,
     }
     if prompt.tools:
@@ -196,6 +198,8 @@ def delta_of(data: bytes) -> Delta | None:
         return None
     choice, usage = chunk.choices[0], chunk.usage
     message = choice.delta or _ChatDeltaJson()
+    if message.role is not None:
+        return None
     details = usage.prompt_tokens_details or _PromptDetailsJson()
     return Delta(
         index=choice.index,

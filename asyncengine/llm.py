@@ -97,13 +97,15 @@ class LLM:
         *,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: dict[str, object] | None = None,
         tools: list[dict[str, object]] | None = None,
         **terms: Unpack[AskedTerms],
     ) -> list[RequestOutput]:
         """As `generate`, of conversations: each a list of {"role": ..., "content": ...}, or a single one.
 
-        The model's chat template makes prompts of them. Answers are text as the model writes it: reasoning and calls of
+        The model's chat template makes prompts of them. continue_final_message: each conversation's last message is the
+        beginning of the answer. Answers are text as the model writes it: reasoning and calls of
         `tools` are in it.
         """
         single = isinstance(messages, list | tuple) and len(messages) > 0 and isinstance(messages[0], Mapping)
@@ -117,6 +119,7 @@ class LLM:
             ChatPrompt(
                 messages=list(conversation),
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
                 template_kwargs=chat_template_kwargs or {},
                 tools=tools or [],
             )
@@ -169,6 +172,8 @@ class LLM:
 
 
 def _close(loop: LoopThread, engine: AsyncEngine) -> None:
+    if loop.is_forked:  # the engine is the other process's, and goes on
+        return
     if loop.is_current:  # the garbage collector may run anywhere, and this thread cannot wait for its own end
         threading.Thread(target=_close, args=(loop, engine)).start()
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from asyncengine.errors import EngineDeadError
+from asyncengine.errors import EngineDeadError, EngineError
 
 T = TypeVar("T")
 
@@ -31,9 +32,15 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self._loop = uvloop.new_event_loop()
         self._lock = threading.Lock()
+        self._pid = os.getpid()
         self._open = True  # under the lock: what was begun before `close` is heard of, what comes later is refused
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the one that has the thread: nobody would answer here."""
+        return os.getpid() != self._pid
 
     @property
     def is_current(self) -> bool:
@@ -41,7 +48,14 @@ class LoopThread:
         return threading.current_thread() is self._thread
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` returns or raises. Raises `EngineDeadError` when the thread is or gets closed."""
+        """What `work` returns or raises. Raises `EngineDeadError` when the thread is or gets closed, `EngineError` in a
+        forked process."""
+        if self.is_forked:
+            work.close()
+            raise EngineError(
+                "an engine is used in the process that started it, and this one was forked from that",
+                code="wrong_process",
+            )
         outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
         # a bare lock: an interrupt while a Future is waited for can leave it locked for good
         running = threading.Lock()

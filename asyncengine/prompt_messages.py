@@ -63,6 +63,7 @@ def prompt_message(
             prompt.markup,
             max_model_len=info.max_model_len,
             terms=terms,
+            continue_final_message=prompt.continue_final_message,
         )
         size = len(messages) + len(kwargs) + len(tools)
     else:
@@ -93,7 +94,16 @@ def question_message(
         raise InvalidRequestError("what is to be tokenized must be a text or a ChatPrompt, got ids", param="prompt")
     else:
         messages, kwargs, tools = _conversation(asked, info)
-        message = TokenizeChat(rid, messages, asked.add_generation_prompt, kwargs, texts, tools, info.max_model_len)
+        message = TokenizeChat(
+            rid,
+            messages,
+            asked.add_generation_prompt,
+            kwargs,
+            texts,
+            tools,
+            info.max_model_len,
+            asked.continue_final_message,
+        )
         size = len(messages) + len(kwargs) + len(tools)
     _check_size(size)
     return message, size
@@ -137,11 +147,9 @@ def _conversation(prompt: ChatPrompt, info: EngineInfo) -> tuple[bytes, bytes, b
     """Its messages, template variables and tools as JSON."""
     if not info.has_chat_template:
         raise InvalidRequestError(f"{info.model} has no chat template; use text or token ids", code="no_chat_template")
-    if not isinstance(prompt.add_generation_prompt, bool):
-        raise InvalidRequestError(
-            f"add_generation_prompt must be True or False, got {prompt.add_generation_prompt!r}",
-            param="add_generation_prompt",
-        )
+    for name in ("add_generation_prompt", "continue_final_message"):
+        if not isinstance(value := getattr(prompt, name), bool):
+            raise InvalidRequestError(f"{name} must be True or False, got {value!r}", param=name)
     kwargs = as_json("template_kwargs", prompt.template_kwargs) if prompt.template_kwargs else b""
     tools = as_json("tools", prompt.tools) if prompt.tools else b""
     return as_json("messages", prompt.messages), kwargs, tools

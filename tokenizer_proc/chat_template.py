@@ -70,13 +70,24 @@ class ChatTemplate:
         self._adapt = self._content_form()
 
     def render(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, kwargs: dict[str, Any]
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        kwargs: dict[str, Any],
     ) -> Rendered:
-        """Raises `InvalidRequestError` when the template rejects the messages, fails, or takes too long."""
+        """Raises `InvalidRequestError` when the template rejects the messages, fails, or takes too long, or when the
+        last one is not to be continued."""
         try:
+            end = ""
+            if continue_final_message:
+                end = self._control_tokens.unused_char([messages, kwargs], reserved=self._source)
+                messages = [*messages[:-1], _ending_in(end, messages[-1])]
             adapted = [self._adapt(message) for message in messages]
             marked, marker = self._control_tokens.mark([adapted, kwargs], reserved=self._source)
-            return Rendered(self._run(marked[0], marked[1], add_generation_prompt), marker)
+            text = self._run(marked[0], marked[1], add_generation_prompt and not continue_final_message)
+            return Rendered(_cut(text, end) if end else text, marker)
         except TemplateRefusal as error:
             _refuse(f"the chat template rejects these messages: {error.message}", error)
         except DeadlineExceeded as error:
@@ -123,6 +134,26 @@ class ChatTemplate:
         except Exception:  # noqa: BLE001 - a template that fails here has answered the question
             return False
         return _PROBE in text and "'text'" not in text
+
+
+def _ending_in(end: str, message: dict[str, Any]) -> dict[str, Any]:
+    """`message` with a sign behind its text, which shows where that ends once it is part of a prompt."""
+    content = message.get("content")
+    if message["role"] != "assistant" or message.get("tool_calls") or not isinstance(content, str) or not content:
+        raise InvalidRequestError(
+            "continue_final_message needs a last message of the assistant, with a text and without calls",
+            param="continue_final_message",
+        )
+    return {**message, "content": content + end}
+
+
+def _cut(text: str, end: str) -> str:
+    continued, *rest = text.split(end)
+    if len(rest) != 1:
+        raise InvalidRequestError(
+            "the model's chat template does not show the last message as it is", param="continue_final_message"
+        )
+    return continued
 
 
 def _refuse(message: str, cause: Exception) -> NoReturn:

@@ -42,16 +42,21 @@ class ControlTokens:
         """
         if not any(self._cuts(text, is_role) for text, is_role in _strings(value)):
             return value, ""
-        taken = set(reserved).union(*(text for text, _ in _strings(value)), *self.texts)
-        marker = next((chr(code) for code in chain(*PRIVATE_USE) if chr(code) not in taken), None)
-        if marker is None:
-            raise InvalidRequestError("messages contain every private-use character of Unicode", param="messages")
+        marker = self.unused_char(value, reserved=reserved)
 
         def cut(text: str, is_role: bool) -> str:
             places = [0, *self._cuts(text, is_role), len(text)]
             return marker.join(text[start:end] for start, end in pairwise(places))
 
         return _map_strings(value, cut), marker
+
+    def unused_char(self, value: Any, *, reserved: str) -> str:
+        """A private-use character that is in no string of `value`. Raises `InvalidRequestError` when all are taken."""
+        taken = set(reserved).union(*(text for text, _ in _strings(value)), *self.texts)
+        marker = next((chr(code) for code in chain(*PRIVATE_USE) if chr(code) not in taken), None)
+        if marker is None:
+            raise InvalidRequestError("messages contain every private-use character of Unicode", param="messages")
+        return marker
 
     def _cuts(self, text: str, is_role: bool) -> list[int]:
         """Ascending offsets in `text` at which a marker is due."""

@@ -73,7 +73,10 @@ class PromptEncoder:
         if job.tools:
             kwargs["tools"] = parse_tools(job.tools)
         rendered = self._template.render(
-            parse_conversation(job.messages), add_generation_prompt=job.add_generation_prompt, kwargs=kwargs
+            parse_conversation(job.messages),
+            add_generation_prompt=job.add_generation_prompt,
+            continue_final_message=job.continue_final_message,
+            kwargs=kwargs,
         )
         self.check_size(job, rendered.text, "messages")
         return rendered

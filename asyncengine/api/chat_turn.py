@@ -23,13 +23,13 @@ from asyncengine.wire.requests import Markup
 
 class ChatTurn(msgspec.Struct, frozen=True, kw_only=True):
     """tool_calls: the format of those that the answer may have, None for none. reasoning: whether it may have some.
-    blame: the field that is at fault where the structure in `params` cannot be used."""
+    blame: the field that is at fault where the grammar in `params` cannot be used; None for the client's own."""
 
     prompt: ChatPrompt
     params: SamplingParams
     tool_calls: ToolCallFormat | None
     reasoning: bool
-    blame: str
+    blame: str | None
 
     def parser(self) -> AnswerParser | None:
         """For one choice; None where all of an answer is content."""
@@ -39,7 +39,7 @@ class ChatTurn(msgspec.Struct, frozen=True, kw_only=True):
 
     def refusal(self, error: InvalidRequestError) -> InvalidRequestError:
         """`error` in terms of what the client sent."""
-        if error.param != "structured_outputs" or self.blame == error.param:
+        if error.param != "structured_outputs" or self.blame is None:
             return error
         what = "the schema of a function" if self.blame == "tools" else "the schema"
         return InvalidRequestError(error.message.replace("the grammar", what, 1), code=error.code, param=self.blame)
@@ -76,7 +76,7 @@ def chat_turn(request: ChatRequest, info: EngineInfo) -> ChatTurn:
         params=params if structured == own else msgspec.structs.replace(params, structured=structured),
         tool_calls=tool_calls,
         reasoning=reasoning,
-        blame="structured_outputs" if structured == own else "tools" if use is not None else "response_format",
+        blame=None if structured == own else "tools" if use is not None else request.structure_field,
     )
 
 

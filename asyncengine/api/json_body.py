@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from asyncengine.api.allowed_values import STEP, allowed_values
 from asyncengine.errors import InvalidRequestError
 
 MAX_SHOWN_BITS = 128
@@ -22,7 +23,8 @@ _MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _NULL_EXPECTED = "Expected `null`, got"
 """For a field that is there so that it can be refused by name."""
-_STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
+_WRONG_TEXT = "Invalid enum value "
+"""For a field that may have some texts only."""
 
 T = TypeVar("T")
 
@@ -37,7 +39,7 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     except RecursionError:
         raise InvalidRequestError("the body is nested too deeply", code="invalid_json") from None
     except msgspec.ValidationError as error:
-        raise _wrong_value(str(error), body) from None
+        raise _wrong_value(str(error), body, decoder.type) from None
     except msgspec.DecodeError as error:
         raise InvalidRequestError(_where_malformed(str(error), body), code="invalid_json") from None
 
@@ -61,7 +63,7 @@ def _lone_surrogate_offset(body: bytes) -> int | None:
     return None if match is None else match.start("lone")
 
 
-def _wrong_value(message: str, body: bytes) -> InvalidRequestError:
+def _wrong_value(message: str, body: bytes, kind: Any) -> InvalidRequestError:
     at = _PATH.search(message)
     path = at["path"].removesuffix("[...]") if at else ""  # what the parser calls any value of a map
     what = message[: at.start()] if at else message
@@ -75,6 +77,8 @@ def _wrong_value(message: str, body: bytes) -> InvalidRequestError:
         return InvalidRequestError(f"{param}: there is no such field", code=UNKNOWN_FIELD, param=param)
     if path and what.startswith(_NULL_EXPECTED):
         return InvalidRequestError(f"{path} is not supported by this server", code="unsupported_parameter", param=path)
+    if what.startswith(_WRONG_TEXT) and (allowed := allowed_values(kind, path)):
+        what = f"{what}, expected {', '.join(map(repr, allowed))}"
     if at and at["key"]:
         what = f"a name in it: {what}"
     if not path:
@@ -94,7 +98,7 @@ def _value_at(body: bytes, path: str) -> Any:
     """What a body has at a place such as `messages[0].content`; None where that cannot be told."""
     try:
         value: Any = msgspec.json.decode(body)
-        for name, position in _STEP.findall(path):
+        for name, position in STEP.findall(path):
             value = value[int(position)] if position else value[name]
     except (msgspec.DecodeError, RecursionError, LookupError, TypeError):
         return None

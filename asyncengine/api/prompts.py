@@ -62,17 +62,30 @@ def completion_prompts(request: CompletionRequest) -> list[str | list[int]]:
 def chat_prompt(request: ChatRequest, *, tools: list[dict[str, object]]) -> ChatPrompt:
     """The conversation for the model's chat template. tools: what the model is told of, as templates have them. Raises
     `InvalidRequestError`."""
-    return conversation(request.messages, request.add_generation_prompt, request.chat_template_kwargs, tools=tools)
+    return conversation(
+        request.messages,
+        request.add_generation_prompt,
+        request.continue_final_message,
+        request.chat_template_kwargs,
+        tools=tools,
+    )
 
 
 def conversation(
     messages: Sequence[Message],
     add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
     template_kwargs: Mapping[str, TemplateValue] | None,
     *,
     tools: list[dict[str, object]],
 ) -> ChatPrompt:
     """As `chat_prompt`, of the fields alone."""
+    if add_generation_prompt and continue_final_message:
+        raise InvalidRequestError(
+            "an answer either continues the last message or is a new one: with continue_final_message there can be no "
+            "add_generation_prompt",
+            param="continue_final_message",
+        )
     kwargs = template_kwargs or {}
     for name in kwargs:
         if name not in TEMPLATE_KWARGS:
@@ -84,6 +97,7 @@ def conversation(
     return ChatPrompt(
         messages=[template_message(message, f"messages[{i}]") for i, message in enumerate(messages)],
         add_generation_prompt=add_generation_prompt is not False,
+        continue_final_message=bool(continue_final_message),
         template_kwargs=dict(kwargs),
         tools=tools,
     )

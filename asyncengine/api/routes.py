@@ -158,15 +158,18 @@ class Routes:
         check_model(parsed.request.model, self._backend.info)
         prompts, params = completion_prompts(parsed.request), parsed.request.sampling_params()
         texts = await self._texts(prompts) if parsed.request.echo else []
-        return await self._generate(
-            request,
-            parsed,
-            prompts,
-            params,
-            CompletionShape,
-            received_ns,
-            parser=lambda index: Echo(texts[index // params.n]) if texts else None,
-        )
+        try:
+            return await self._generate(
+                request,
+                parsed,
+                prompts,
+                params,
+                CompletionShape,
+                received_ns,
+                parser=lambda index: Echo(texts[index // params.n]) if texts else None,
+            )
+        except InvalidRequestError as error:
+            raise parsed.request.refusal(error) from None
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         received_ns = time.monotonic_ns()
@@ -179,7 +182,7 @@ class Routes:
                 request, parsed, [turn.prompt], turn.params, ChatShape, received_ns, parser=lambda _: turn.parser()
             )
         except InvalidRequestError as error:
-            raise turn.refusal(error) from None
+            raise parsed.request.refusal(turn.refusal(error)) from None
 
     async def _texts(self, prompts: Sequence[str | list[int]]) -> list[str]:
         """The prompts as texts. Raises `EngineError`."""

@@ -142,6 +142,20 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         """`SamplingParams.prompt_logprobs`."""
         return self.prompt_logprobs
 
+    @property
+    def structure_field(self) -> str:
+        """The field that asks for a structure, where one does."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
+
+    def refusal(self, error: InvalidRequestError) -> InvalidRequestError:
+        """`error` in terms of what the client sent: `SamplingParams` has one name where a body has two."""
+        if error.param == "structured_outputs":
+            return InvalidRequestError(error.message, code=error.code, param=self.structure_field)
+        if error.param == "max_tokens" and self.max_completion_tokens is not None:
+            name = "max_completion_tokens"
+            return InvalidRequestError(error.message.replace(error.param, name), code=error.code, param=name)
+        return error
+
     def sampling_params(self) -> SamplingParams:
         """Raises `InvalidRequestError` where fields contradict each other."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -196,6 +210,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None

@@ -136,8 +136,8 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     their token ids. logprobs: whole choices have log-probabilities, though perhaps of no token; a chunk has those that
     its delta has, else null. echo_logprobs: they begin with those of the echoed prompt, with so many likely tokens
     each. prompt_logprobs: how many likely tokens `prompt_logprobs` have of each of a prompt's. include_usage: a last
-    chunk with the total usage is promised, so the others say null. continuous_usage: every chunk with news carries its
-    choice's usage so far. timings_from: choices that have ended have timings, since this time (ns); None for none.
+    chunk with the total usage is promised, so the others say null. continuous_usage: every chunk carries its choice's
+    usage so far. timings_from: choices that have ended have timings, since this time (ns); None for none.
     """
 
     name: str | None = None
@@ -255,11 +255,12 @@ class Shape(ABC):
             end = b"}]"
         else:
             end = b"}]" + (b"" if index else prompt_member)
-        if self._continuous_usage:
-            parts += (end, b',"usage":', encode(usage_of(delta)), b"}")
-        else:
-            parts += (end, self._tail)
+        parts += (end, self._usage_so_far(delta))
         return event(b"".join(parts))
+
+    def _usage_so_far(self, delta: Delta) -> bytes:
+        """The end of a chunk."""
+        return b',"usage":%b}' % encode(usage_of(delta)) if self._continuous_usage else self._tail
 
     def _timings(self, timeline: Timeline | None) -> TimingsJson | UnsetType:
         return UNSET if timeline is None or self._timings_from is None else timings(timeline, self._timings_from)
@@ -328,7 +329,7 @@ class ChatShape(Shape):
         role = b""
         if index not in self._begun:
             self._begun.add(index)
-            role = event(self._head + b'{"index":%d,' % index + self._ROLE + self._tail)
+            role = event(self._head + b'{"index":%d,' % index + self._ROLE + self._usage_so_far(delta))
         if self._is_text_only(delta):
             return role + self._text_event(index, delta.text)
         if not self._has_news(delta):

@@ -25,6 +25,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     tools: Tools | None = None
     return_token_strs: bool | None = None
@@ -35,7 +36,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequestError("the body must have either prompt or messages", param="prompt")
         if self.messages is None:
             assert self.prompt is not None
-            for name in ("add_generation_prompt", "chat_template_kwargs", "tools"):
+            for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"):
                 if getattr(self, name) is not None:
                     raise InvalidRequestError(f"{name} is only allowed with messages", param=name)
             return self.prompt
@@ -48,6 +49,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
         return conversation(
             self.messages,
             self.add_generation_prompt,
+            self.continue_final_message,
             self.chat_template_kwargs,
             tools=template_tools(self.tools or ()),
         )

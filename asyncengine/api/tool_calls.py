@@ -144,7 +144,9 @@ class HermesParser(ToolCallParser):
             text = self._read_call(text) if self._in is self._In.CALL else self._read_text(text)
 
     def flush(self) -> None:
-        self._write(self._search.flush())
+        held = self._search.flush()
+        if self._in is not self._In.END or not self.CLOSE.startswith(held):  # else it is the tag that is due, cut short
+            self._write(held)
         if self._in is self._In.CALL:
             self._give_up()
 

@@ -19,18 +19,27 @@ MAX_NO_EFFECT_BYTES = 64
 _BOTH: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
+    "ebnf": (),
+    "grammar": (),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "json_schema": (),
     "kv_transfer_params": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
+    "logprob_token_ids": (),
+    "regex": (),
+    "repetition_detection": (),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
+    "thinking_token_budget": (-1,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
+    "watermarking": (False,),
 }
 NO_EFFECT_IN_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
     **_BOTH,
@@ -44,11 +53,11 @@ NO_EFFECT_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),
     "audio": (),
     "chat_template": (),
-    "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "include_reasoning": (True,),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "prediction": (),
@@ -58,9 +67,25 @@ NO_EFFECT_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 """Field -> its values, besides null, that change nothing."""
+INSTEAD: Mapping[str, str] = {
+    "bad_words": "logit_bias at -100 bans a token",
+    "best_of": "ask for n and choose",
+    "ebnf": 'structured_outputs has "grammar"',
+    "function_call": "tool_choice is its newer form",
+    "functions": "tools are their newer form",
+    "grammar": 'structured_outputs has "grammar"',
+    "guided_choice": 'structured_outputs has "choice"',
+    "guided_grammar": 'structured_outputs has "grammar"',
+    "guided_json": 'structured_outputs has "json"',
+    "guided_regex": 'structured_outputs has "regex"',
+    "json_schema": 'structured_outputs has "json"',
+    "reasoning_effort": "chat_template_kwargs sets what the model's own template knows",
+    "regex": 'structured_outputs has "regex"',
+    "return_tokens_as_token_ids": "return_token_ids tells ids",
+}
+"""What a client that sends such a field is after, and gets by another."""
 NO_EFFECT_IN_TOKENIZE: Mapping[str, tuple[Any, ...]] = {
     "chat_template": (),
-    "continue_final_message": (False,),
     "mm_processor_kwargs": (),
 }
 
@@ -74,8 +99,9 @@ def ignored_fields(
         if name not in no_effect:
             ignored.append(name)
         elif not _changes_nothing(given[name], no_effect[name]):
+            instead = f": {INSTEAD[name]}" if name in INSTEAD else ""
             raise InvalidRequestError(
-                f"{name} is not supported by this server", code="unsupported_parameter", param=name
+                f"{name} is not supported by this server{instead}", code="unsupported_parameter", param=name
             )
     return sorted(ignored)
 

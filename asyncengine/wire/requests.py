@@ -74,6 +74,7 @@ class EncodeChat(Wire, frozen=True, tag=3):
 
     `template_kwargs` (JSON object text, "" for none) become the template's variables; the API process passes only names
     it allows. `tools`: JSON text of a list of functions as the template knows them, "" for none.
+    continue_final_message: the prompt ends within the last message, and `add_generation_prompt` does not count.
     """
 
     rid: int
@@ -87,6 +88,7 @@ class EncodeChat(Wire, frozen=True, tag=3):
     resume: tuple[Resume, ...] = ()
     max_model_len: int = 0
     terms: Terms = DEFAULT_TERMS
+    continue_final_message: bool = False
 
 
 class Abort(Wire, frozen=True, tag=4):
@@ -135,6 +137,7 @@ class TokenizeChat(Wire, frozen=True, tag=6):
     texts: bool
     tools: bytes = b""
     max_model_len: int = 0
+    continue_final_message: bool = False
 
 
 class Detokenize(Wire, frozen=True, tag=7):

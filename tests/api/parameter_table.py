@@ -52,6 +52,7 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
         "logprobs": {"logprobs": True},
         "top_logprobs": {"logprobs": True, "top_logprobs": 2},
         "add_generation_prompt": {"add_generation_prompt": False},
+        "continue_final_message": {"continue_final_message": True},
         "chat_template_kwargs": {"chat_template_kwargs": {"enable_thinking": False}},
         "tools": TOOLS,
         "tool_choice": TOOLS | {"tool_choice": "required"},

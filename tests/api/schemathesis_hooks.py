@@ -23,8 +23,15 @@ def agree(body: dict[str, Any], *, tokenize: bool) -> None:
     if body.get("prompt") == "":
         body["prompt"] = "a"
     if tokenize and body.get("prompt") is None and body.get("messages") is None:
-        needs_messages = body.keys() & {"tools", "chat_template_kwargs", "add_generation_prompt"}
+        needs_messages = body.keys() & {
+            "tools",
+            "chat_template_kwargs",
+            "add_generation_prompt",
+            "continue_final_message",
+        }
         body |= {"messages": [{"role": "user"}]} if needs_messages else {"prompt": "a"}
+    if body.get("continue_final_message") is True and body.get("add_generation_prompt") is True:
+        body["add_generation_prompt"] = False
     messages = body.get("messages")
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, dict) and message.get("content") is None:

@@ -47,6 +47,9 @@ HERMES: dict[str, tuple[str, list[tuple[str, str]], str]] = {
     '<tool_call>{"name":"g","parameters":{"a":1}}</tool_call>': ("", [("g", '{"a":1}')], "tool_calls"),
     r'<tool_call>{"n\u0061me":"\u0067","arguments":{}}</tool_call>': ("", [("g", "{}")], "tool_calls"),
     # tags that are text
+    '<tool_call>{"name":"g","arguments":{}}\n</tool_c': ("", [("g", "{}")], "tool_calls"),
+    '<tool_call>{"name":"g","arguments":{}} x</tool_c': ("x</tool_c", [("g", "{}")], "tool_calls"),
+    '<tool_call>{"name":"g","arguments":{}}\n<tool_c': ("<tool_c", [("g", "{}")], "tool_calls"),
     F % '{"a": "</tool_call><tool_call>"}': ("", [("f", '{"a": "</tool_call><tool_call>"}')], "tool_calls"),
     "a < b <tool <tool_cal </tool_call>": ("a < b <tool <tool_cal </tool_call>", [], "stop"),
     # no calls: content as it was written

@@ -14,6 +14,7 @@ from fake_backend import MODEL, VOCAB_SIZE, FakeBackend
 
 from asyncengine.api import connections, request_body
 from asyncengine.api.schema import ChatRequest, CompletionRequest
+from asyncengine.errors import InvalidRequestError
 
 USER = {"role": "user", "content": "hi"}
 
@@ -330,6 +331,10 @@ def test_the_generated_test_covers_the_integer_fields() -> None:
         (CHAT, {"add_special_tokens": True}),
         (CHAT, {"echo": True}),
         (COMPLETIONS, {"prompt_embeds": "AAAA"}),
+        (COMPLETIONS, {"thinking_token_budget": 5}),
+        (COMPLETIONS, {"logprob_token_ids": [5]}),
+        (COMPLETIONS, {"regex": "a"}),
+        (CHAT, {"include_reasoning": False}),
         (CHAT, {"functions": [{}]}),
         (CHAT, {"modalities": ["text", "audio"]}),
     ],
@@ -343,11 +348,36 @@ async def test_known_fields_that_would_matter_are_refused_by_name(
     assert backend.calls == []
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"tool_choice": "any"}, "tool_choice: Invalid enum value 'any', expected 'auto', 'none', 'required'"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].type: Invalid enum value 'custom', expected 'function'"),
+        (
+            {"messages": [USER, {"role": "User", "content": "a"}]},
+            "messages[1].role: Invalid enum value 'User', expected 'assistant', 'developer', 'system', 'tool', 'user'",
+        ),
+        (
+            {"response_format": {"type": "x"}},
+            "response_format.type: Invalid enum value 'x', expected 'json_object', 'json_schema', 'text'",
+        ),
+    ],
+)
+async def test_a_text_that_is_none_of_some_is_answered_with_those(server: Server, wrong: dict, message: str) -> None:
+    assert (await refused(server, CHAT, {"messages": [USER], **wrong}))["message"] == message
+
+
+async def test_what_has_another_name_here_is_refused_with_that_name(server: Server) -> None:
+    error = await refused(server, COMPLETIONS, {"prompt": "a", "guided_json": {"type": "object"}})
+    assert error["message"] == 'guided_json is not supported by this server: structured_outputs has "json"'
+
+
 async def test_known_fields_that_change_nothing_are_accepted(server: Server) -> None:
     both: dict[str, Any] = {"presence_penalty": 0.0, "frequency_penalty": 0, "logit_bias": {}, "user": "me"}
     completion = {**both, "logprobs": None, "best_of": 1, "echo": False, "suffix": ""}
     chat = {**both, "logprobs": False, "top_logprobs": 0, "tools": [], "tool_choice": "auto", "modalities": ["text"]}
     chat |= {"response_format": {"type": "text"}, "store": False, "parallel_tool_calls": True}
+    chat |= {"include_reasoning": True, "thinking_token_budget": -1, "watermarking": False}
     for path, body in ((COMPLETIONS, {"prompt": "a", **completion}), (CHAT, {"messages": [USER], **chat})):
         async with server.session.post(server.url + path, json=body) as response:
             assert response.status == 200, await response.text()
@@ -420,6 +450,16 @@ async def test_the_token_limit_has_two_names(
     body: dict[str, Any] = {"prompt": "a"} if path == COMPLETIONS else {"messages": [USER]}
     assert (await server.post(path, {**body, **extra}))[0] == 200
     assert backend.calls[0][1].max_tokens == max_tokens
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+async def test_a_limit_that_does_not_fit_is_named_as_the_client_named_it(
+    server: Server, backend: FakeBackend, name: str
+) -> None:
+    backend.refusal = InvalidRequestError("max_tokens 5000 is too much", param="max_tokens")
+    for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": [USER]})):
+        error = await refused(server, path, {**body, name: 5000})
+        assert (error["param"], error["message"]) == (name, f"{name} 5000 is too much")
 
 
 async def test_a_nul_is_a_character_like_any_other(server: Server, backend: FakeBackend) -> None:

@@ -149,6 +149,13 @@ async def test_token_ids_and_running_usage_come_when_asked(server: Server) -> No
     assert whole["choices"][0]["token_ids"] == [101, 102, 103, 104, 105]
 
 
+async def test_a_running_usage_is_in_every_event_of_a_chat_that_of_the_role_too(server: Server) -> None:
+    for options in ({"continuous_usage_stats": True}, {"continuous_usage_stats": True, "include_usage": True}):
+        role, *chunks, _ = await server.events(CHAT, {"messages": MESSAGES, "stream_options": options})
+        assert role["choices"][0]["delta"]["role"] == "assistant"
+        assert [chunk["usage"]["completion_tokens"] for chunk in (role, *chunks)][:4] == [1, 1, 2, 3]
+
+
 @pytest.mark.parametrize(("path", "body"), BODIES)
 @pytest.mark.parametrize("error", [InvalidRequestError("no", code="c", param="p"), OverloadedError("full")])
 async def test_a_refusal_has_its_status_streaming_or_not(

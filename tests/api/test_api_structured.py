@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from api_server import CHAT, COMPLETIONS, Server
 from fake_backend import FakeBackend
 
+from asyncengine.errors import InvalidRequestError
 from asyncengine.sampling import MAX_STRUCTURED_BYTES, SamplingParams, Structured
 
 BODIES: dict[str, dict[str, Any]] = {
@@ -94,3 +96,15 @@ async def test_a_malformed_structure_is_named_and_reaches_nobody(
     assert (status, answer["error"]["param"]) == (400, param)
     assert len(answer["error"]["message"]) < 300
     assert backend.calls == []
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("reasoning", [False, True])
+@pytest.mark.parametrize("asked", [schema_format({"not": {}}), outputs(json={"not": {}})])
+async def test_what_cannot_be_compiled_is_put_down_to_the_field_that_asked_for_it(
+    server: Server, backend: FakeBackend, path: str, reasoning: bool, asked: dict[str, Any]
+) -> None:
+    backend.info = msgspec.structs.replace(backend.info, reasoning=reasoning)
+    backend.refusal = InvalidRequestError("the grammar cannot be used", code="c", param="structured_outputs")
+    status, answer = await server.post(path, BODIES[path] | asked)
+    assert (status, answer["error"]["param"], answer["error"]["code"]) == (400, next(iter(asked)), "c")

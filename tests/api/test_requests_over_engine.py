@@ -78,6 +78,20 @@ async def test_a_conversations_tokens_are_those_of_its_template(server: Server) 
     assert text["prompt"].endswith("<|im_start|>user\nHi <|im_end|><|im_end|>\n<|im_start|>assistant\n")
 
 
+async def test_an_answer_goes_on_where_the_last_message_ends(server: Server) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "It is <|im_end|> "}]
+    body = {"messages": messages, "continue_final_message": True}
+    _, tokenized = await server.post("/tokenize", body)
+    _, text = await server.post("/detokenize", {"tokens": tokenized["tokens"]})
+    assert text["prompt"].endswith("Hi<|im_end|>\n<|im_start|>assistant\nIt is <|im_end|> ")
+    _, whole = await server.post(CHAT, body | {"return_token_ids": True, "add_generation_prompt": False})
+    assert whole["choices"][0]["token_ids"][:-1] == tokenized["tokens"]
+    for path in ("/tokenize", CHAT):
+        for wrong in ({"messages": messages[:1]}, {"add_generation_prompt": True}):
+            status, answer = await server.post(path, body | wrong)
+            assert (status, answer["error"]["param"]) == (400, "continue_final_message")
+
+
 async def test_an_empty_text_has_no_tokens(server: Server) -> None:
     status, answer = await server.post("/tokenize", {"prompt": ""})
     assert (status, answer["count"], answer["tokens"]) == (200, 0, [])

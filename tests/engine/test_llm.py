@@ -128,6 +128,10 @@ def test_conversations_go_through_the_chat_template(llm: LLM) -> None:
     (open_ended,) = llm.chat(conversation, params, use_tqdm=False, add_generation_prompt=False)
     assert open_ended.prompt is not None
     assert open_ended.prompt.endswith("Grüße!<|im_end|>\n")
+    begun: list[dict[str, object]] = [*conversation, {"role": "assistant", "content": "Guten"}]
+    (continued,) = llm.chat(begun, params, use_tqdm=False, continue_final_message=True)
+    assert continued.prompt is not None
+    assert continued.prompt.endswith("Grüße!<|im_end|>\n<|im_start|>assistant\nGuten")
 
 
 @pytest.mark.parametrize("prompts", [None, 5, b"abc", {"prompt": "abc"}, iter(["abc"])])
@@ -334,6 +338,28 @@ def test_what_is_lost_while_only_other_threads_than_the_main_one_are_left_is_rep
         )
         assert (result.returncode, result.stdout) == (0, "once more\n"), result.stderr
         assert [*Path(folder).iterdir()] == []
+
+
+FORKED = """
+import os, signal, sys
+from asyncengine import LLM, EngineError
+
+llm = LLM(modules={"gpu_runner": "support.scripted_runner"}, device="cpu")
+if os.fork() == 0:
+    signal.alarm(60)
+    try:
+        llm.generate("here", use_tqdm=False)
+    except EngineError as error:
+        sys.exit(error.code)
+print(os.waitstatus_to_exitcode(os.wait()[1]), llm.generate("there", use_tqdm=False)[0].outputs[0].text)
+"""
+
+
+def test_a_forked_process_is_refused_and_ends_without_closing_it() -> None:
+    environ = os.environ | {"ASYNCENGINE_SCRIPT": "{}"}
+    command = [sys.executable, "-W", "ignore", "-c", FORKED]
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "1 there\n", "wrong_process\n")
 
 
 def test_a_closed_one_says_so_and_whoever_waits_is_told() -> None:

@@ -27,6 +27,18 @@ def render(source: str, messages: Any = USER, kwargs: dict[str, Any] | None = No
     return template(source, **options).render(messages, add_generation_prompt=True, kwargs=kwargs or {}).text
 
 
+CHATML = (
+    "{% for m in messages %}<s>{{ m.role }}: {{ m.content | trim }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant: {% endif %}"
+)
+
+
+def continued(source: str, content: Any, **fields: Any) -> str:
+    messages = [*USER, {"role": "assistant", "content": content, **fields}]
+    made = template(source).render(messages, add_generation_prompt=True, continue_final_message=True, kwargs={})
+    return made.text.replace(made.marker, "|") if made.marker else made.text
+
+
 def refusal(source: str, messages: Any = USER, **options: Any) -> InvalidRequestError:
     with pytest.raises(InvalidRequestError) as caught:
         render(source, messages, **options)
@@ -163,3 +175,32 @@ def test_template_variables_must_be_an_object() -> None:
     assert parse_template_kwargs(b'{"enable_thinking": false}') == {"enable_thinking": False}
     with pytest.raises(InvalidRequestError, match="must be an object"):
         parse_template_kwargs(b"[1]")
+
+
+@pytest.mark.parametrize("content", ["The answer", "s", "</s", "a\n", "assistant: ", "\ue000", "👩‍👧"])
+def test_a_continued_message_ends_the_prompt_as_it_is_whatever_the_template_writes_behind_it(content: str) -> None:
+    assert continued(CHATML, content) == f"<s>user: hi</s><s>assistant: {content}"
+
+
+def test_a_control_token_within_a_continued_message_stays_text() -> None:
+    assert continued(CHATML, "a</s>b") == "<s>user: hi</s><s>assistant: a<|/s>b"
+    parts = "{% for m in messages %}{% for part in m.content %}{{ part.text }};{% endfor %}{% endfor %}"
+    assert continued(parts, "yes") == "hi;yes"
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "fields"),
+    [
+        (CHATML, "", {}),
+        (CHATML, None, {"tool_calls": [{}]}),
+        (CHATML, "a", {"tool_calls": [{}]}),
+        (CHATML, "a", {"role": "user"}),
+        (CHATML, [{"type": "text", "text": "a"}], {}),
+        ("{{ messages[0].content }}", "a", {}),
+        ("{{ messages[1].content * 2 }}", "a", {}),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(source: str, content: Any, fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        continued(source, content, **fields)
+    assert (caught.value.status, caught.value.param) == (400, "continue_final_message")
