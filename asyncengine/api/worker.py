@@ -112,6 +112,7 @@ async def _serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> Non
                 tracing=tracing,
                 console=config.console,
                 api_keys=config.api_keys,
+                allowed_hosts=config.allowed_hosts,
             )
             await worker.ended()
             await runner.cleanup()

@@ -17,7 +17,7 @@ from asyncengine.api_keys import digest_of
 from asyncengine.config import ApiKey
 
 BOMB = gzip.compress(bytes(10_000_000))
-HEAD = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
+HEAD = b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
 KEY = ApiKey(digest=digest_of("the-only-key"), tenant="a")
 
 
@@ -90,7 +90,7 @@ async def test_connections_leave_files_to_the_rest_of_the_process(
         idle.pop()[1].close()
         while True:
             reader, writer = await connect(server.url)
-            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             answer = await reader.read()
             writer.close()
             if answer.startswith(b"HTTP/1.1 200 "):
