@@ -19,6 +19,7 @@ from asyncengine.api.endpoints import serve
 from asyncengine.api.errors import errors_as_json
 from asyncengine.api.hosts import host_check
 from asyncengine.api.openapi import openapi_endpoint
+from asyncengine.api.reception import RECEPTION, Reception
 from asyncengine.api.routes import Routes
 from asyncengine.api.status_routes import StatusRoutes
 from asyncengine.api.token_routes import TokenRoutes
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 MIN_BODY_BYTES = 4 * 1024 * 1024
 BODY_BYTES_PER_TOKEN = 16
 """A token id and its comma take at most 12 bytes of JSON, a token's text rarely more than 8."""
+TOTAL_BODY_BYTES = 256 * 1024 * 1024
+"""Of all bodies that are being received, or twice the largest if that is more."""
 BACKLOG = 2048
 ACCEPTORS = 32
 """Duplicates of the listening socket. uvloop accepts one connection a socket and turn of the loop; with hundreds of
@@ -55,6 +58,7 @@ def make_app(
     middlewares: list[Middleware] = [errors_as_json] if tracing is None else [tracing.middleware, errors_as_json]
     middlewares.append(key_check(api_keys) if api_keys else host_check(allowed_hosts))
     app = web.Application(middlewares=middlewares, client_max_size=max_body)
+    app[RECEPTION] = Reception(most_bytes=max(TOTAL_BODY_BYTES, 2 * max_body))
     if tracing is not None:
         app.on_cleanup.append(tracing.close)
     endpoints = [
