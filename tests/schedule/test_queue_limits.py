@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -255,3 +256,25 @@ def test_background_requests_that_go_on_after_a_loss_are_taken_and_keep_no_inter
     desk.send(200, terms=BACKGROUND)
     assert [failed.rid for failed in desk.refused()] == [106, 200]
     assert desk.waiting == [*range(20), *range(100, 106)]
+
+
+def test_what_is_held_for_a_trial_or_a_verdict_counts_as_waiting(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def waiting() -> tuple[int, int]:
+        gauges, held = desk.scheduler.gauges(), desk.inbox.gauges()
+        return gauges["waiting"] + held["waiting"], gauges["waiting_background"] + held["waiting_background"]
+
+    desk.send(0, resume=(Resume(0, b"", 0, True),))
+    desk.send(1, n=2, resume=(Resume(0, b"", 0, True), Resume(1, b"", 0, True)))
+    desk.send(3, resume=(Resume(0, b"", 0, True),), terms=BACKGROUND)
+    desk.send(4, n=2)
+    desk.send(6, terms=BACKGROUND)
+    while waiting() != (7, 2):
+        desk.inbox.drain()
+    assert desk.waiting == [0]  # on trial
+    for rid in (2, 3, 5):
+        desk.control.send(Abort(rid))
+    while waiting() != (4, 1):
+        desk.inbox.drain()
+    parked = {"interactive": 3, "background": 1}
+    monkeypatch.setattr(desk.inbox, "_grammar", SimpleNamespace(num_parked=parked.get))
+    assert waiting() == (8, 2)
