@@ -259,22 +259,21 @@ def test_background_requests_that_go_on_after_a_loss_are_taken_and_keep_no_inter
 
 
 def test_what_is_held_for_a_trial_or_a_verdict_counts_as_waiting(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    def waiting() -> tuple[int, int]:
-        gauges, held = desk.scheduler.gauges(), desk.inbox.gauges()
-        return gauges["waiting"] + held["waiting"], gauges["waiting_background"] + held["waiting_background"]
+    trials = desk.inbox._trials
 
-    desk.send(0, resume=(Resume(0, b"", 0, True),))
-    desk.send(1, n=2, resume=(Resume(0, b"", 0, True), Resume(1, b"", 0, True)))
-    desk.send(3, resume=(Resume(0, b"", 0, True),), terms=BACKGROUND)
-    desk.send(4, n=2)
-    desk.send(6, terms=BACKGROUND)
-    while waiting() != (7, 2):
-        desk.inbox.drain()
-    assert desk.waiting == [0]  # on trial
+    def hold(rid: int, *, n: int = 1, suspect: bool = False, terms: Terms = DEFAULT_TERMS) -> None:
+        resume = tuple(Resume(choice, b"", 0, True) for choice in range(n)) if suspect else ()
+        assert trials.take(Generate(rid, bytes(16), SamplingParams(n=n), 5, b"", "", resume, terms))
+
+    hold(0, suspect=True)
+    hold(1, n=2, suspect=True)
+    hold(3, suspect=True, terms=BACKGROUND)
+    hold(4, n=2)
+    hold(6, terms=BACKGROUND)
+    assert desk.inbox.gauges() == {"waiting": 7, "waiting_background": 2}
     for rid in (2, 3, 5):
-        desk.control.send(Abort(rid))
-    while waiting() != (4, 1):
-        desk.inbox.drain()
+        trials.abort(rid)
+    assert desk.inbox.gauges() == {"waiting": 4, "waiting_background": 1}
     parked = {"interactive": 3, "background": 1}
     monkeypatch.setattr(desk.inbox, "_grammar", SimpleNamespace(num_parked=parked.get))
-    assert waiting() == (8, 2)
+    assert desk.inbox.gauges() == {"waiting": 8, "waiting_background": 2}
