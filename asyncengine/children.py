@@ -15,12 +15,14 @@ from asyncengine.metrics import make_block
 
 class ApiWorkers(NamedTuple):
     """The processes that serve HTTP, where their parent does not: how many; the listening sockets that they share; the
-    keys that their callers must show one of; whether they serve the console."""
+    keys that their callers must show one of; whether they serve the console; without keys, the names by which they may
+    be asked besides loopback ones."""
 
     number: int = 0
     listen_fds: tuple[int, ...] = ()
     api_keys: tuple[ApiKey, ...] = ()
     console: bool = True
+    allowed_hosts: tuple[str, ...] = ()
 
 
 class Children:
@@ -88,6 +90,7 @@ class Children:
             life=child.life,
             lives={worker_key(other.role, other.index): other.life for other in others if other.life},
             api_keys=self._api_workers.api_keys if serves else (),
+            allowed_hosts=self._api_workers.allowed_hosts if serves else (),
         )
 
     def all_ready(self) -> bool:

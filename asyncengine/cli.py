@@ -21,6 +21,7 @@ from asyncengine.bench.command import add_bench_options
 from asyncengine.config import EngineConfig, Role, runs_on_cpu
 from asyncengine.engine_options import add_engine_options, engine_config
 from asyncengine.errors import EngineError, InvalidRequestError, StartupError
+from asyncengine.host_names import read_allowed_hosts
 from asyncengine.telemetry import export_spans_to, make_tracing
 from asyncengine.wire.faults import log_faults_without_texts
 
@@ -86,6 +87,15 @@ def build_parser() -> argparse.ArgumentParser:
         "/ready and the files of the console, which asks for one, needs one (default: none)",
     )
     serve.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="without API keys, a name or address by which the server may be asked besides localhost and loopback "
+        "addresses, as behind a proxy that passes its own on, and whose web pages may ask it; for several, repeat it "
+        "(default: none)",
+    )
+    serve.add_argument(
         "--api-workers",
         default="auto",
         metavar="N",
@@ -144,6 +154,7 @@ def serve_command(args: argparse.Namespace) -> int:
             f"refusing to listen on {args.host}, which other machines reach, without an API key: set --api-key-file or "
             f"{API_KEY_VARIABLE}, or take one of {', '.join(LOOPBACK_HOSTS)}"
         )
+    args.allowed_hosts = read_allowed_hosts(args.allowed_host)
     if not 0 <= args.port <= 65535:
         raise StartupError(f"--port must be from 0 to 65535, got {args.port}")
     if not 0 <= args.drain_timeout_seconds <= MAX_DRAIN_SECONDS:
@@ -221,7 +232,13 @@ async def _serve(config: EngineConfig, args: argparse.Namespace) -> None:
         stack.push_async_callback(engine.close)
         freeze_start_up()
         runner = await run_app(
-            engine, args.host, args.port, tracing=tracing, console=args.console, api_keys=args.api_keys
+            engine,
+            args.host,
+            args.port,
+            tracing=tracing,
+            console=args.console,
+            api_keys=args.api_keys,
+            allowed_hosts=args.allowed_hosts,
         )
         stack.push_async_callback(runner.cleanup)
         # closed before the server, the engine ends every stream with an error that its client can read
@@ -246,6 +263,7 @@ async def _serve_with_workers(config: EngineConfig, args: argparse.Namespace, wo
                 workers=workers,
                 console=args.console,
                 api_keys=args.api_keys,
+                allowed_hosts=args.allowed_hosts,
                 progress=progress,
                 modules=args.modules,
             )

@@ -185,7 +185,8 @@ class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):
     holds the engine's ipc sockets. index: which of the role's workers this is. listen_fds: of an API worker, the
     inherited sockets on which it serves. metrics_fd: inherited memory in which it counts (`asyncengine.metrics`), with
     what those before it have counted. api_workers: how many such workers there are. console: whether they serve it.
-    api_keys: of an API worker, those that its callers must show one of.
+    api_keys: of an API worker, those that its callers must show one of. allowed_hosts: without any, the names by which
+    they may ask it besides loopback ones.
     life: how many were in its place before it and were lost. lives: the same of every other process that has been
     replaced, by `worker_key`.
     """
@@ -200,6 +201,7 @@ class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_workers: int = 0
     console: bool = True
     api_keys: tuple[ApiKey, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     life: int = 0
     lives: dict[str, int] = {}
 

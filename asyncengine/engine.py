@@ -75,8 +75,10 @@ class AsyncEngine(FrontEnd):
         """Latest gauges of gpu_runner (running, waiting, free_pages, cached_pages, total_pages, gpu_busy_permille,
         host_us_per_step, ...; at most about 0.25 s old), how often each role's processes were replaced
         (`gpu_runner_restarts`, ...), how many requests were ended because they crash gpu_runner (`convicted_requests`),
-        and `open_streams` of this process."""
-        return self._supervisor.engine_gauges() | {"open_streams": self._requests.count}
+        and `open_streams` of this process. running and waiting count choices that have left the tokenizers; while
+        gpu_runner is being replaced, all of them wait."""
+        gauges = self._supervisor.engine_gauges(unfinished=self._requests.num_unfinished)
+        return gauges | {"open_streams": self._requests.count}
 
     @property
     def health(self) -> Health:

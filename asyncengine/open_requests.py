@@ -134,6 +134,11 @@ class OpenRequests:
     def count(self) -> int:
         return len(self._requests)
 
+    @property
+    def num_unfinished(self) -> int:
+        """Choices that run or wait, as far as this process has heard."""
+        return sum(len(request.stream.unfinished) for request in self._requests if not request.stream.ended)
+
     def __iter__(self) -> Iterator[OpenRequest]:
         """Oldest first. They may change meanwhile."""
         return iter(list(self._requests))

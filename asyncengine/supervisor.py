@@ -146,10 +146,19 @@ class Supervisor:
         child = self._children.get((role, index))
         return dict(child.gauges) if child else {}
 
-    def engine_gauges(self) -> dict[str, int]:
-        """Those of gpu_runner, for each role its `{role}_restarts`, and `convicted_requests`."""
+    def engine_gauges(self, *, unfinished: int = 0) -> dict[str, int]:
+        """Those of gpu_runner, for each role its `{role}_restarts`, and `convicted_requests`. While gpu_runner is being
+        replaced all choices wait: `unfinished` ones of this process, and those of API workers."""
+        gauges = self.gauges("gpu_runner")
+        runner = self._children.get(("gpu_runner", 0))
+        if runner is not None and runner.life and not runner.ready:
+            unfinished += sum(
+                child.gauges.get("unfinished", 0) for child in self._children if child.role == "api_worker"
+            )
+            gauges |= {"running": 0, "waiting": unfinished, "waiting_for_pages": 0}
+            gauges.pop("waiting_background", None)  # of which class they are is not known here
         restarts = {f"{role}_restarts": count for role, count in self._restarts.items()}
-        return self.gauges("gpu_runner") | restarts | {"convicted_requests": self._crashes.num_convicted}
+        return gauges | restarts | {"convicted_requests": self._crashes.num_convicted}
 
     @property
     def crash(self) -> Crash | None:

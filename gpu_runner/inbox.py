@@ -88,6 +88,16 @@ class Inbox:
         """Frames that were dropped because they were no message, or one that was there before."""
         return self._requests.malformed + self._control.malformed + self._repeated
 
+    def gauges(self) -> dict[str, int]:
+        """Choices that wait here, for a trial or for the verdict on their structure, to be added to the scheduler's
+        gauges of these names."""
+        interactive, background = self._num_held("interactive"), self._num_held("background")
+        return {"waiting": interactive + background, "waiting_background": background}
+
+    def _num_held(self, service_class: ServiceClass) -> int:
+        parked = 0 if self._grammar is None else self._grammar.num_parked(service_class)
+        return parked + self._trials.held(service_class).requests + self._trials.num_suspects(service_class)
+
     def _take_messages(self) -> None:
         for message in self._requests.drain():
             if isinstance(message, Generate):

@@ -88,8 +88,10 @@ class Loop:
         self._copies_begun = self._copies_done = -1  # tickets
 
     def heartbeat(self) -> None:
-        gauges = self._scheduler.gauges() | self._account.gauges()
-        self._reporter.heartbeat(gauges | {"malformed": self._inbox.malformed})
+        gauges = self._scheduler.gauges() | self._account.gauges() | {"malformed": self._inbox.malformed}
+        for name, choices in self._inbox.gauges().items():
+            gauges[name] += choices
+        self._reporter.heartbeat(gauges)
 
     def prepare(self) -> None:
         """To be called before anybody hears that this process is ready: it takes a tenth of a second. What start-up has

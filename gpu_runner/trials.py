@@ -70,6 +70,11 @@ class Trials:
             if message is not None:
                 self._count(message, -1)
 
+    def num_suspects(self, service_class: ServiceClass) -> int:
+        """Choices of that class that wait for their trial."""
+        own_class = (message for message in self._suspects if message.terms.service_class == service_class)
+        return sum(rid not in self._aborted for message in own_class for rid in message.rids)
+
     def held_rids(self) -> set[int]:
         return {rid for message in (*self._suspects, *self._others) for rid in message.rids}
 

@@ -15,6 +15,8 @@ to twice OUTPUT long, so that they do not end together. A line for each combinat
                see of the server's own work
     TTFT       from before the connection is made to the first token; a step's length is part of it
     share      connections of the least and the most loaded API process
+    lost       streams that broke off, or ended with an error; with any, or where a process of the server was lost, what
+               the line says is not to be used, and the exit code is 1
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -50,6 +54,8 @@ TEXT = b'"text":"'
 DONE = b"[DONE]"
 VOCAB = (1000, 32000)
 DIFFERENT_LENGTHS = 997
+SHOWN_LOG_CHARS = 4000
+RESTARTS = "asyncengine:sidecar_restarts_total{"
 
 
 class Client:
@@ -65,7 +71,7 @@ class Client:
         self._sent: dict[int, float] = {}
         self._tails: dict[int, bytes] = {}
         self._came: dict[int, float] = {}
-        self.events = self.tokens = self.requests = 0
+        self.events = self.tokens = self.requests = self.lost = 0
         self.late_ms: list[float] = []
         self.gap_ms: list[float] = []
         self.ttft_ms: list[float] = []
@@ -89,18 +95,19 @@ class Client:
         self._poll.register(fd, select.EPOLLIN)
 
     def _read(self, fd: int) -> None:
-        data = self._sockets[fd].recv(READ_BYTES)
+        try:
+            data = self._sockets[fd].recv(READ_BYTES)
+        except ConnectionError:
+            data = b""
         now = time.monotonic()
         counted = self._begin <= now < self._end
         if data and counted:
             self._count(fd, data, now)
-        # the end may be cut in two; a server that closes without it is an error
-        ended = DONE in self._tails[fd] + data
+        ended = DONE in self._tails[fd] + data  # it may be cut in two
         self._tails[fd] = data[-len(DONE) :]
         if ended or not data:
-            if not ended:
-                raise SystemExit(f"the server broke off a stream: {data!r}")
-            self.requests += counted
+            self.requests += counted and ended
+            self.lost += not ended
             self._came.pop(fd, None)
             self._sockets.pop(fd).close()
             self._open()
@@ -139,34 +146,39 @@ def completion_request(prompt_tokens: int, output_tokens: int) -> bytes:
             "stream_options": {"include_usage": True},
         }
     ).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    return f"{head}\r\nConnection: close\r\n\r\n".encode() + body
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 @contextlib.contextmanager
 def server(api_workers: int, streams: int, steps_per_s: float) -> Iterator[tuple[int, int, list[int]]]:
-    """(pid, port, pids of the processes that serve HTTP)"""
+    """(pid, port, pids of the processes that serve HTTP). What it has logged is shown where something goes wrong."""
     workers = ["--api-workers", str(api_workers)] if api_workers > 1 else []
-    process = subprocess.Popen(
-        [sys.executable, __file__, "serve", "--port", "0", "--max-num-seqs", str(streams), *workers],
-        env=os.environ
-        | {
-            "PYTHONPATH": os.pathsep.join((str(SCRIPTS.parent), str(SCRIPTS))),
-            "ASYNCENGINE_REPLAY_STEP_MS": str(1e3 / steps_per_s),
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        ready = process.stdout.readline()
-        if not ready.startswith("Ready: "):
-            raise SystemExit("the server did not start")
-        yield process.pid, int(ready.rsplit(":", 1)[1]), api_pids(process.pid)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, __file__, "serve", "--port", "0", "--max-num-seqs", str(streams), *workers],
+            env=os.environ
+            | {
+                "PYTHONPATH": os.pathsep.join((str(SCRIPTS.parent), str(SCRIPTS))),
+                "ASYNCENGINE_REPLAY_STEP_MS": str(1e3 / steps_per_s),
+            },
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        try:
+            assert process.stdout is not None
+            ready = process.stdout.readline()
+            if not ready.startswith("Ready: "):
+                raise SystemExit("the server did not start")
+            yield process.pid, int(ready.rsplit(":", 1)[1]), api_pids(process.pid)
+        except (SystemExit, OSError) as error:
+            log.seek(0)
+            print(log.read()[-SHOWN_LOG_CHARS:], file=sys.stderr)
+            raise SystemExit(f"nothing was measured: {error}") from None
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
 
 
 def api_pids(parent: int) -> list[int]:
@@ -217,10 +229,12 @@ def measure(api_workers: int, streams: int, steps_per_s: float, args: argparse.N
         time.sleep(max(0.0, end - time.monotonic()))
         used = [cpu_seconds(pid) - start for pid, start in zip(pids, before, strict=True)]
         outputs = [client.communicate()[0] for client in clients]
-    if any(client.returncode for client in clients):
-        raise SystemExit("a client failed")
+        if any(client.returncode for client in clients):
+            raise SystemExit("a client failed")
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+            replaced = num_replaced(page.read().decode())
     results = [json.loads(output) for output in outputs]
-    total = {key: sum(result[key] for result in results) for key in ("events", "tokens", "requests")}
+    total = {key: sum(result[key] for result in results) for key in ("events", "tokens", "requests", "lost")}
     late, ttft, gap = (
         list(itertools.chain(*(result[key] for result in results))) for key in ("late_ms", "ttft_ms", "gap_ms")
     )
@@ -240,7 +254,14 @@ def measure(api_workers: int, streams: int, steps_per_s: float, args: argparse.N
         "ttft_ms": percentiles(ttft),
         "gap_ms": percentiles(gap),
         "connections": shares,
+        "lost": total["lost"],
+        "replaced": replaced,
     }
+
+
+def num_replaced(metrics: str) -> int:
+    """Processes that the server has lost and replaced, by its page of metrics."""
+    return sum(int(float(line.rpartition(" ")[2])) for line in metrics.splitlines() if line.startswith(RESTARTS))
 
 
 def even_shares(total: int, parts: int) -> list[int]:
@@ -265,9 +286,12 @@ def client_main(task: dict[str, Any]) -> None:
         task["end"],
     )
     started, cpu = time.monotonic(), time.process_time()
-    client.run()
+    try:
+        client.run()
+    except ConnectionError as error:
+        raise SystemExit(f"the server takes no connection: {error}") from None
     share = (time.process_time() - cpu) / (time.monotonic() - started)
-    names = ("events", "tokens", "requests", "late_ms", "ttft_ms", "gap_ms")
+    names = ("events", "tokens", "requests", "lost", "late_ms", "ttft_ms", "gap_ms")
     print(json.dumps({name: getattr(client, name) for name in names} | {"cpu_share": share}))
 
 
@@ -275,7 +299,7 @@ def print_header() -> None:
     print(
         f"{'workers':>7} {'streams':>7} {'steps/s':>7} {'tok/s':>8} {'tok/event':>9} {'req/s':>6} {'cpu':>5} "
         f"{'client':>6} {'us/event':>8} {'us/tok':>6} {'late p50':>8} {'p99 ms':>7} {'TTFT p50':>8} {'p99 ms':>7} "
-        f"{'gap p50':>7} {'p99 ms':>7}  share"
+        f"{'gap p50':>7} {'p99 ms':>7} {'share':>7} {'lost':>5}"
     )
 
 
@@ -286,8 +310,8 @@ def print_row(row: dict[str, Any]) -> None:
         f"{row['tokens_per_event']:>9.2f} {row['requests_per_s']:>6.0f} {row['api_cores']:>5.2f} "
         f"{row['client_cores']:>6.2f} {row['us_per_event']:>8.1f} {row['us_per_token']:>6.1f} "
         f"{late['p50']:>8.2f} {late['p99']:>7.2f} {ttft['p50']:>8.2f} {ttft['p99']:>7.2f} "
-        f"{gap['p50']:>7.2f} {gap['p99']:>7.2f}  "
-        f"{min(row['connections'])}-{max(row['connections'])}",
+        f"{gap['p50']:>7.2f} {gap['p99']:>7.2f} {'{}-{}'.format(min(row['connections']), max(row['connections'])):>7} "
+        f"{row['lost']:>5}",
         flush=True,
     )
 
@@ -320,9 +344,11 @@ def main() -> int:
     for api_workers, streams, steps_per_s in itertools.product(args.api_workers, args.streams, args.steps_per_s):
         rows.append(measure(api_workers, streams, steps_per_s, args))
         print_row(rows[-1])
+        if rows[-1]["replaced"]:
+            print(f"{rows[-1]['replaced']} processes of the server were lost meanwhile", file=sys.stderr)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2) + "\n")
-    return 0
+    return int(any(row["lost"] or row["replaced"] for row in rows))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ each of its requests then gets the texts of several steps at once. A step costs 
 size.
 
 ASYNCENGINE_REPLAY_STEP_MS in the environment is the time between steps.
+
+It takes up nothing that was lost with a process: when it hears of one it ends, and the server with it, by name.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncengine.config import API_WORKER_SHIFT, PAGE_SIZE, SidecarConfig
+from asyncengine.errors import StartupError
 from asyncengine.wire.answers import Deltas
 from asyncengine.wire.base import Finish
 from asyncengine.wire.pipes import Pipes, Poller, Sender
 from asyncengine.wire.reports import RunnerInfo
-from asyncengine.wire.requests import Abort, Generate, ToRunner, ToRunnerControl
+from asyncengine.wire.requests import Abort, Generate, Relink, ToRunner, ToRunnerControl
 from asyncengine.wire.sidecar import HEARTBEAT_SECONDS, Reporter, run_sidecar
 
 DETOKENIZER_HIGH_WATER_MARK = 2
@@ -136,6 +139,8 @@ class ReplayRunner:
                     self._waiting = deque(request for request in self._waiting if request.rid != message.rid)
                     for worker in self._workers.values():
                         worker.keep(worker.rids != message.rid)
+                elif isinstance(message, Relink):
+                    raise StartupError(f"{message.role} {message.index} was lost, which ends a replay")
 
     def _step(self) -> None:
         self._admit()
@@ -157,6 +162,8 @@ class ReplayRunner:
 
 
 def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
+    if config.life:
+        raise StartupError("the one before it has ended, which ends a replay")
     step_s = float(os.environ.get("ASYNCENGINE_REPLAY_STEP_MS", "3")) / 1000
     runner = ReplayRunner(pipes, max_rows=config.engine.max_num_seqs, step_s=step_s)
     reporter.ready(

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import socket
 from array import array
 from collections import deque
+from pathlib import Path
 from typing import cast
 
 import numpy as np
-from bench_api import Client, completion_request, even_shares
-from replay_runner import STAMP, STAMP_BYTES, WorkerRows
+import pytest
+from bench_api import RESTARTS, Client, completion_request, even_shares, num_replaced
+from replay_runner import STAMP, STAMP_BYTES, ReplayRunner, WorkerRows
 
 from asyncengine import __version__
+from asyncengine.api.exposition import Family, Sample, exposition
+from asyncengine.errors import StartupError
 from asyncengine.sampling import SamplingParams
 from asyncengine.wire.answers import Deltas
 from asyncengine.wire.base import Finish
-from asyncengine.wire.pipes import Sender
-from asyncengine.wire.requests import Generate
+from asyncengine.wire.pipes import Pipes, Sender
+from asyncengine.wire.requests import Generate, Relink
 
 
 class Pipe:
@@ -80,3 +85,41 @@ def test_requests_and_shares_are_exact() -> None:
     assert b'"max_tokens": 5' in body
     assert even_shares(10, 4) == [3, 3, 2, 2]
     assert even_shares(2, 4) == [1, 1]
+
+
+def test_streams_that_break_off_are_counted_and_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Client(("127.0.0.1", 1), [], 3, 0.0, 1e9)
+    opened: list[None] = []
+    monkeypatch.setattr(client, "_open", lambda: opened.append(None))
+    ends = {b"data: [DO": b"NE]\n\n", b'data: {"error":{}}': b"\n\n", b"data: {": b""}
+    for begin, rest in ends.items():
+        ours, theirs = socket.socketpair()
+        client._sockets[ours.fileno()], client._tails[ours.fileno()] = ours, b""
+        for part in filter(None, (begin, rest)):
+            theirs.sendall(part)
+            client._read(ours.fileno())
+        if ours.fileno() >= 0:
+            if not rest:
+                ours.sendall(b"unread, so that the end is a reset")
+            theirs.close()
+            client._read(ours.fileno())
+    assert (client.requests, client.lost, len(opened)) == (1, 2, 3)
+    assert client._sockets == {}
+
+
+def test_a_replay_ends_when_a_process_was_lost(tmp_path: Path) -> None:
+    pipes = Pipes(tmp_path)
+    runner = ReplayRunner(pipes, max_rows=4, step_s=1.0)
+    pipes.sender("runner.requests").send(Relink("api_worker", 1, 1))
+    runner._poller.wait(60_000)
+    with pytest.raises(StartupError, match="api_worker 1 was lost, which ends a replay"):
+        runner._drain()
+    pipes.close()
+
+
+def test_replaced_processes_are_counted_by_the_page_of_metrics() -> None:
+    page = exposition(
+        [Family(f"{RESTARTS[:-1]}", "counter", "", [Sample(2, {"role": "a"}), Sample(1, {"role": "b"})])], {}
+    )
+    assert num_replaced(page.decode()) == 3
+    assert num_replaced("# HELP asyncengine:sidecar_restarts_total x\n") == 0

@@ -17,7 +17,9 @@ from asyncengine.api.connections import Runner
 from asyncengine.api.console_routes import ConsoleRoutes
 from asyncengine.api.endpoints import serve
 from asyncengine.api.errors import errors_as_json
+from asyncengine.api.hosts import host_check
 from asyncengine.api.openapi import openapi_endpoint
+from asyncengine.api.reception import RECEPTION, Reception
 from asyncengine.api.routes import Routes
 from asyncengine.api.status_routes import StatusRoutes
 from asyncengine.api.token_routes import TokenRoutes
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 MIN_BODY_BYTES = 4 * 1024 * 1024
 BODY_BYTES_PER_TOKEN = 16
 """A token id and its comma take at most 12 bytes of JSON, a token's text rarely more than 8."""
+TOTAL_BODY_BYTES = 256 * 1024 * 1024
+"""Of all bodies that are being received, or twice the largest if that is more."""
 BACKLOG = 2048
 ACCEPTORS = 32
 """Duplicates of the listening socket. uvloop accepts one connection a socket and turn of the loop; with hundreds of
@@ -40,15 +44,21 @@ SHUTDOWN_SECONDS = 2.0
 
 
 def make_app(
-    backend: Backend, tracing: Tracing | None = None, *, console: bool = True, api_keys: Sequence[ApiKey] = ()
+    backend: Backend,
+    tracing: Tracing | None = None,
+    *,
+    console: bool = True,
+    api_keys: Sequence[ApiKey] = (),
+    allowed_hosts: Sequence[str] = (),
 ) -> web.Application:
     """The application; see `run_app` for how it must be run. It closes `tracing`. console: whether / is a page for
-    people. api_keys: those that callers must show one of, none for no access control."""
+    people. api_keys: those that callers must show one of. allowed_hosts: without keys, names by which it may be asked
+    besides loopback ones, as `read_allowed_hosts` gives them."""
     max_body = max(MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN * backend.info.max_model_len)
     middlewares: list[Middleware] = [errors_as_json] if tracing is None else [tracing.middleware, errors_as_json]
-    if api_keys:
-        middlewares.append(key_check(api_keys))
+    middlewares.append(key_check(api_keys) if api_keys else host_check(allowed_hosts))
     app = web.Application(middlewares=middlewares, client_max_size=max_body)
+    app[RECEPTION] = Reception(most_bytes=max(TOTAL_BODY_BYTES, 2 * max_body))
     if tracing is not None:
         app.on_cleanup.append(tracing.close)
     endpoints = [
@@ -70,12 +80,20 @@ async def run_app(
     tracing: Tracing | None = None,
     console: bool = True,
     api_keys: Sequence[ApiKey] = (),
+    allowed_hosts: Sequence[str] = (),
 ) -> web.AppRunner:
     """Serve `backend` until the runner's `cleanup` is awaited. Port 0 takes a free one; `bound_port` tells which.
 
     Raises `StartupError` when the address cannot be had.
     """
-    return await run_app_on(backend, bind(host, port), tracing=tracing, console=console, api_keys=api_keys)
+    return await run_app_on(
+        backend,
+        bind(host, port),
+        tracing=tracing,
+        console=console,
+        api_keys=api_keys,
+        allowed_hosts=allowed_hosts,
+    )
 
 
 async def run_app_on(
@@ -86,12 +104,14 @@ async def run_app_on(
     tracing: Tracing | None = None,
     console: bool = True,
     api_keys: Sequence[ApiKey] = (),
+    allowed_hosts: Sequence[str] = (),
 ) -> web.AppRunner:
     """Serve `backend` on bound sockets, which the runner then owns.
 
     Raises `StartupError` when they cannot listen.
     """
-    runner = Runner(make_app(backend, tracing, console=console, api_keys=api_keys), shutdown_timeout=SHUTDOWN_SECONDS)
+    app = make_app(backend, tracing, console=console, api_keys=api_keys, allowed_hosts=allowed_hosts)
+    runner = Runner(app, shutdown_timeout=SHUTDOWN_SECONDS)
     await runner.setup()
     try:
         for listener in sockets:

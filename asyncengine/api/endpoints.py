@@ -18,9 +18,9 @@ from asyncengine.errors import (
     RequestTimeoutError,
 )
 
-ANY_ROUTE = (InvalidRequestError.status, UnauthorizedError.status, EngineDeadError.status)
-"""Statuses that no route is safe from: what is sent may not be HTTP, a server with keys wants one (see `access`), and a
-fault of ours may show anywhere."""
+ANY_ROUTE = (InvalidRequestError.status, UnauthorizedError.status, ForbiddenError.status, EngineDeadError.status)
+"""Statuses that no route is safe from: what is sent may not be HTTP, a server with keys wants one (see `access`), one
+without them refuses other sites' pages (see `hosts`), and a fault of ours may show anywhere."""
 ROUTE_WITH_BODY = (BodyTimeoutError.status, web.HTTPRequestEntityTooLarge.status_code)
 ENGINE_CALL = (QueueFullError.status, OverloadedError.status, RequestTimeoutError.status)
 NAMED_THING = (NotFoundError.status,)

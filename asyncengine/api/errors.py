@@ -33,7 +33,7 @@ class UnauthorizedError(InvalidRequestError):
 
 
 class ForbiddenError(InvalidRequestError):
-    """The caller's key is not for what it asks."""
+    """The caller's key is not for what it asks, or the server has none and is asked by the page of another site."""
 
     status = 403
 

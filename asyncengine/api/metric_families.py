@@ -16,7 +16,7 @@ from asyncengine.metrics import FINISH_REASONS, SERVICE_CLASSES, Totals
 
 _GAUGES = (
     ("vllm:num_requests_running", "running", "Requests in the running batch."),
-    ("vllm:num_requests_waiting", "waiting", "Requests that wait to be scheduled."),
+    ("vllm:num_requests_waiting", "waiting", "Requests that gpu_runner has and that do not run."),
     ("asyncengine:kv_cache_pages", "total_pages", "Pages of the KV cache."),
     ("asyncengine:kv_cache_free_pages", "free_pages", "Pages that hold nothing."),
     ("asyncengine:kv_cache_cached_pages", "cached_pages", "Pages that hold prefixes which nobody uses now."),

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from asyncengine.api.endpoints import Header
 from asyncengine.api.errors import BodyTimeoutError
+from asyncengine.api.reception import RECEPTION
 from asyncengine.engine_info import EngineInfo
 from asyncengine.errors import InvalidRequestError
 
@@ -21,7 +22,7 @@ BODY_SECONDS = 60.0
 
 
 async def json_body(request: web.Request) -> bytes:
-    """Raises `InvalidRequestError`."""
+    """Raises `InvalidRequestError`, `OverloadedError`."""
     # a web page may send other content types anywhere without asking, this one it may not
     if request.content_type != "application/json":
         raise InvalidRequestError("the Content-Type header must be application/json", code="invalid_content_type")
@@ -31,7 +32,7 @@ async def json_body(request: web.Request) -> bytes:
         )
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            return await request.read()
+            return await request.app[RECEPTION].read(request)
     except TimeoutError:
         raise BodyTimeoutError(f"the request body did not arrive within {BODY_SECONDS:g} seconds") from None
 

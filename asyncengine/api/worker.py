@@ -48,6 +48,14 @@ class ApiWorker(FrontEnd):
         """gpu_runner's gauges, plus `open_streams` of this process."""
         return self._gauges | {"open_streams": self._requests.count}
 
+    def own_gauges(self) -> dict[str, int]:
+        """What the parent is to know of this process's requests."""
+        return {
+            "open_streams": self._requests.count,
+            "unfinished": self._requests.num_unfinished,
+            "draining": int(self._health.state == "draining"),
+        }
+
     async def begun(self) -> bool:
         """Wait for the engine to be ready; False when it has ended instead."""
         await self._begun.wait()
@@ -112,6 +120,7 @@ async def _serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> Non
                 tracing=tracing,
                 console=config.console,
                 api_keys=config.api_keys,
+                allowed_hosts=config.allowed_hosts,
             )
             await worker.ended()
             await runner.cleanup()
@@ -122,8 +131,7 @@ async def _serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> Non
 
 async def _beat(worker: ApiWorker, reporter: Reporter) -> None:
     while True:
-        draining = int(worker.health.state == "draining")
-        reporter.heartbeat({"open_streams": worker.gauges()["open_streams"], "draining": draining})
+        reporter.heartbeat(worker.own_gauges())
         await asyncio.sleep(HEARTBEAT_SECONDS)
 
 

@@ -48,6 +48,7 @@ class WorkerGroup:
         workers: int,
         console: bool = True,
         api_keys: tuple[ApiKey, ...] = (),
+        allowed_hosts: tuple[str, ...] = (),
         progress: StartupProgress | None = None,
         modules: Mapping[Role, str] | None = None,
     ) -> None:
@@ -59,7 +60,9 @@ class WorkerGroup:
             on_relink=self._relink,
             progress=progress,
             modules=modules,
-            api_workers=ApiWorkers(workers, tuple(listener.fileno() for listener in sockets), api_keys, console),
+            api_workers=ApiWorkers(
+                workers, tuple(listener.fileno() for listener in sockets), api_keys, console, allowed_hosts
+            ),
         )
         self._health = Health(state="starting", detail="the engine is starting")
         self._senders: list[Sender] = []

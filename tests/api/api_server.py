@@ -63,10 +63,14 @@ def as_promised(text: str | bytes, kind: Any) -> Any:
 
 @asynccontextmanager
 async def serving(
-    backend: Backend, *, tracing: Tracing | None = None, api_keys: Sequence[ApiKey] = ()
+    backend: Backend,
+    *,
+    tracing: Tracing | None = None,
+    api_keys: Sequence[ApiKey] = (),
+    allowed_hosts: Sequence[str] = (),
 ) -> AsyncIterator[Server]:
     """The real application over `backend`, on a free port."""
-    runner = await run_app(backend, "127.0.0.1", 0, tracing=tracing, api_keys=api_keys)
+    runner = await run_app(backend, "127.0.0.1", 0, tracing=tracing, api_keys=api_keys, allowed_hosts=allowed_hosts)
     try:
         async with aiohttp.ClientSession() as session:
             yield Server(f"http://127.0.0.1:{bound_port(runner)}", session)

@@ -503,12 +503,12 @@ async def test_messages_reach_the_template_as_plain_turns(server: Server, backen
 @pytest.mark.parametrize(
     "head",
     [
-        b"POST /v1/completions HTTP/9.9\r\nHost: x\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\nHost: x\nContent-Length: 19\n\n" + b'{"prompt":"secret"}',
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\nsecret",
-        b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"secret" * 11_000 + b"\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X-Many: secret\r\n" * 1000 + b"\r\n",
-        b"GET /\xc3\xa9secret HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"POST /v1/completions HTTP/9.9\r\nHost: localhost\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\nHost: localhost\nContent-Length: 19\n\n" + b'{"prompt":"secret"}',
+        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\nsecret",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"secret" * 11_000 + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X-Many: secret\r\n" * 1000 + b"\r\n",
+        b"GET /\xc3\xa9secret HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ],
 )
 async def test_bytes_that_are_not_http_are_refused_and_not_logged(
@@ -531,7 +531,10 @@ async def test_a_head_that_does_not_arrive_ends_its_connection(
 ) -> None:
     monkeypatch.setattr(connections, "IDLE_SECONDS", 0.05)
     async with serving(backend) as server:
-        for heads in (b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /health HTTP/1.1\r\nHost:"):
+        for heads in (
+            b"GET /health HT",
+            b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /health HTTP/1.1\r\nHost:",
+        ):
             reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
             writer.write(heads)
             assert (await reader.read()).count(b"HTTP/1.1 200 OK") == heads.count(b"\r\n\r\n")  # to the end
@@ -545,7 +548,7 @@ async def test_a_body_that_does_not_arrive_ends_its_connection(
     monkeypatch.setattr(request_body, "BODY_SECONDS", 0.05)
     reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
     writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
     )
     head, body = (await reader.read()).split(b"\r\n\r\n")  # to the end: the server closes
     writer.close()

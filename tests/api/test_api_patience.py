@@ -117,8 +117,8 @@ async def slow_reader(server: Server) -> AsyncIterator[tuple[asyncio.StreamReade
     """A client that has asked for a stream and reads none of it."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]), limit=2**10)
     body = json.dumps({"prompt": "a", "stream": True, "max_tokens": 10**6}).encode()
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    writer.write(head.encode() + b"\r\n\r\n" + body)
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    writer.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
     yield reader, writer
     writer.close()
 

@@ -205,7 +205,7 @@ async def test_a_client_that_leaves_aborts_its_streams(
     host, port = server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     data = json.dumps({**body, "stream": stream}).encode()
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
     writer.write(b"Content-Length: %d\r\n\r\n" % len(data) + data)
     if stream:
         await reader.readuntil(b"data: {")
@@ -247,8 +247,13 @@ async def test_a_stream_is_framed_as_its_version_of_http_asks(server: Server, ve
     host, port = server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     data = json.dumps({"prompt": "a", "stream": True}).encode()
-    head = f"POST {COMPLETIONS} HTTP/{version}\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
-    writer.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+    lines = (
+        f"POST {COMPLETIONS} HTTP/{version}",
+        "Host: localhost",
+        "Connection: close",
+        "Content-Type: application/json",
+    )
+    writer.write("\r\n".join(lines).encode() + b"\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
     answer, _, body = (await reader.read()).partition(b"\r\n\r\n")
     writer.close()
     chunked = version == "1.1"

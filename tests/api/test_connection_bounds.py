@@ -6,18 +6,20 @@ import asyncio
 import gzip
 import resource
 
+import msgspec
 import pytest
 from aiohttp import http_parser
 from api_server import COMPLETIONS, JSON, Server, eventually, serving
 from fake_backend import FakeBackend
 
-from asyncengine.api import connections
-from asyncengine.api.app import bound_port, run_app
+from asyncengine.api import app, connections
+from asyncengine.api.app import MIN_BODY_BYTES, bound_port, run_app
+from asyncengine.api.reception import RECEPTION
 from asyncengine.api_keys import digest_of
 from asyncengine.config import ApiKey
 
 BOMB = gzip.compress(bytes(10_000_000))
-HEAD = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
+HEAD = b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
 KEY = ApiKey(digest=digest_of("the-only-key"), tenant="a")
 
 
@@ -78,6 +80,55 @@ async def test_a_client_that_never_reads_its_whole_answer_counts_as_gone(
     assert caplog.records == []
 
 
+async def test_bodies_that_are_being_received_have_a_bound_together(
+    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "TOTAL_BODY_BYTES", 0)  # so it is twice the largest
+    runner = await run_app(backend, "127.0.0.1", 0)
+    reception = runner.app[RECEPTION]
+
+    async def begin(size: int, sent: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A request with a body of `size`, of which all but its end is sent."""
+        reader, writer = await connect(f":{bound_port(runner)}")
+        body = b'{"prompt": "a"}'.ljust(size)
+        writer.write(HEAD % (COMPLETIONS.encode(), size) + b"Connection: close\r\n\r\n" + body[:sent])
+        return reader, writer
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[bytes, bytes]:
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")  # to the end: the server closes
+        writer.close()
+        return head, body
+
+    async def status_of(size: int) -> int:
+        head, _ = await answer(*await begin(size, size))
+        return int(head.split()[1])
+
+    largest = MIN_BODY_BYTES
+    slow = [await begin(largest, largest - 20) for _ in range(2)]
+    await eventually(lambda: reception.num_bytes == 2 * (largest - 20))
+    head, body = await answer(*await begin(41, 41))
+    assert head.startswith(b"HTTP/1.1 503 ")
+    assert b"\r\nRetry-After: 1\r\n" in head
+    assert msgspec.json.decode(body)["error"] == {
+        "message": "the server is receiving too many large bodies now",
+        "type": "overloaded_error",
+        "param": None,
+        "code": "overloaded",
+    }
+    assert await status_of(40) == 200
+    slow.pop()[1].close()  # and its room is there for others
+    await eventually(lambda: reception.num_bytes == largest - 20)
+    assert await status_of(41) == 200
+    assert await status_of(largest + 1) == 413
+    reader, writer = slow.pop()
+    writer.write(b" " * 20)
+    head, _ = await answer(reader, writer)
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert reception.num_bytes == 0
+    assert len(backend.calls) == 3
+    await runner.cleanup()
+
+
 async def test_connections_leave_files_to_the_rest_of_the_process(
     backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,7 +141,7 @@ async def test_connections_leave_files_to_the_rest_of_the_process(
         idle.pop()[1].close()
         while True:
             reader, writer = await connect(server.url)
-            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             answer = await reader.read()
             writer.close()
             if answer.startswith(b"HTTP/1.1 200 "):

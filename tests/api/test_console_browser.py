@@ -14,7 +14,8 @@ from typing import Any, Unpack
 import msgspec
 import pytest
 import pytest_asyncio
-from api_server import Server, eventually, serving
+from aiohttp import web
+from api_server import COMPLETIONS, Server, eventually, serving
 from fake_backend import ANSWER, FakeBackend
 from support.chromium import Page, browser, find_chromium
 
@@ -101,6 +102,13 @@ def keep() -> Iterator[ExitStack]:
         yield stack
 
 
+async def run_site(app: web.Application) -> web.AppRunner:
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    return runner
+
+
 async def say(page: Page, text: str) -> None:
     await page.js("document.getElementById('prompt').focus()")
     await page.type(text)
@@ -139,6 +147,28 @@ async def enter(page: Page, text: str) -> None:
     await page.until("document.activeElement.id === 'key'")
     await page.type(text)
     await page.press("Enter")
+
+
+async def test_a_browser_lets_no_page_of_another_site_use_the_server(tab: Page, backend: GatedBackend) -> None:
+    async def evil_page(request: web.Request) -> web.Response:
+        return web.Response(text="<!DOCTYPE html><p>evil</p>", content_type="text/html")
+
+    elsewhere = web.Application()
+    elsewhere.router.add_get("/", evil_page)
+    runner = await run_site(elsewhere)
+    async with serving(backend) as server:
+        await tab.open(server.url.replace("127.0.0.1", "evil.example"))  # it is rebound
+        rebound = json.loads(await tab.js("document.body.textContent"))["error"]
+        assert rebound["code"] == "host_not_allowed"
+        await tab.open(f"http://evil.example:{runner.addresses[0][1]}/")
+        for path in ("/v1/requests/cmpl-1/cancel", COMPLETIONS):
+            for site in (server.url, server.url.replace("127.0.0.1", "localhost")):
+                ask = f"fetch('{site}{path}', {{method: 'POST', mode: 'no-cors', body: '{{\"prompt\": \"a\"}}'}})"
+                assert await tab.js(f"{ask}.then((answer) => answer.type)") == "opaque"
+        assert (backend.cancelled, backend.calls) == ([], [])
+        await tab.open("about:blank")
+    await runner.cleanup()
+    tab.complaints.clear()  # the refusals
 
 
 async def test_the_page_fits_every_screen_and_shows_the_engine(page: Page) -> None:

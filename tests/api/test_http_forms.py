@@ -16,7 +16,7 @@ LENGTH = f"Content-Length: {len(BODY)}"
 def request(
     *headers: str, method: str = "POST", path: str = COMPLETIONS, version: str = "1.1", body: bytes = BODY
 ) -> bytes:
-    lines = [f"{method} {path} HTTP/{version}", "Host: x", *headers]
+    lines = [f"{method} {path} HTTP/{version}", "Host: localhost", *headers]
     if not any(header.startswith("Content-Type") for header in headers):
         lines.append("Content-Type: application/json")
     return "\r\n".join([*lines, "", ""]).encode() + body
@@ -49,7 +49,7 @@ class Connection:
         request(LENGTH, path="http://elsewhere" + COMPLETIONS),
         request(LENGTH, "Content-Type: Application/JSON; charset=utf-8"),
         request(LENGTH, "Connection: keep-alive", version="1.0"),
-        request(LENGTH, "Accept-Encoding: gzip", "Origin: http://elsewhere"),
+        request(LENGTH, "Accept-Encoding: gzip", "Origin: http://localhost:3000"),
     ],
 )
 async def test_every_form_of_a_request_is_answered(server: Server, data: bytes) -> None:

@@ -72,7 +72,7 @@ async def test_bounds_are_those_that_are_enforced(document: Any) -> None:
 async def test_errors_are_those_of_the_route(document: Any) -> None:
     paths = document["paths"]
     assert " ".join(paths["/v1/completions"]["post"]["responses"]) == "200 400 401 403 404 408 413 429 500 503 504"
-    assert list(paths["/v1/models"]["get"]["responses"]) == ["200", "400", "401", "500"]
+    assert list(paths["/v1/models"]["get"]["responses"]) == ["200", "400", "401", "403", "500"]
     unready = paths["/ready"]["get"]["responses"]["503"]["content"]["application/json"]["schema"]
     assert unready == {"$ref": "#/components/schemas/StatusJson"}
 

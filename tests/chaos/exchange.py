@@ -116,7 +116,7 @@ def request_bytes(path: str, body: bytes, *, key: str = OPERATOR.text) -> bytes:
 
 
 def _headers(key: str) -> str:
-    return f"Host: chaos\r\nConnection: close\r\nAuthorization: Bearer {key}\r\n"
+    return f"Host: localhost\r\nConnection: close\r\nAuthorization: Bearer {key}\r\n"
 
 
 def _parse(received: bytes, reply: Reply) -> None:

@@ -32,7 +32,7 @@ MALFORMED: tuple[bytes, ...] = (
     ),
     request_bytes("/v1/sessions/" + "s" * 129 + "/release", b""),
     request_bytes("/v1/nothing", b"{}"),
-    b"POST /v1/completions HTTP/1.1\r\nHost: chaos\r\nContent-Length: many\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: many\r\n\r\n{}",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64) + b"\r\n\r\n",
 )
 REFUSED: tuple[bytes, ...] = (

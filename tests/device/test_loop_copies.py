@@ -96,11 +96,12 @@ def make_loop(parts: Any) -> Loop:
 
 def test_a_heartbeat_tells_of_the_scheduler_the_steps_and_the_frames_that_were_dropped() -> None:
     told: list[dict[str, int]] = []
-    parts: Any = SimpleNamespace(host_pages=0, gauges=lambda: {"running": 3}, malformed=2)
+    parts: Any = SimpleNamespace(host_pages=0, gauges=lambda: {"running": 3, "waiting": 4})
+    inbox: Any = SimpleNamespace(gauges=lambda: {"waiting": 5}, malformed=2)
     account: Any = SimpleNamespace(gauges=lambda: {"host_us_per_step": 90})
     reporter: Any = SimpleNamespace(heartbeat=told.append)
-    Loop(scheduler=parts, executor=parts, inbox=parts, outbox=parts, reporter=reporter, account=account).heartbeat()
-    assert told == [{"running": 3, "host_us_per_step": 90, "malformed": 2}]
+    Loop(scheduler=parts, executor=parts, inbox=inbox, outbox=parts, reporter=reporter, account=account).heartbeat()
+    assert told == [{"running": 3, "waiting": 9, "host_us_per_step": 90, "malformed": 2}]
 
 
 def test_copies_begin_behind_the_launch_and_are_asked_after_before_the_next_plans() -> None:

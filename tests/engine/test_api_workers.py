@@ -120,7 +120,7 @@ def all_connections() -> aiohttp.ClientSession:
 
 
 async def test_streams_through_two_workers_are_byte_exact_and_a_signal_leaves_nothing(short_path: Path) -> None:
-    options = ["--api-workers", "2", "--no-console", "--drain-timeout-seconds", "0"]
+    options = ["--api-workers", "2", "--no-console", "--drain-timeout-seconds", "0", "--allowed-host", "llm.test"]
     with running(short_path, "serve", "--port", "0", *options, **SLOW) as command:
         url, children = serve(command)
         workers = workers_of(children)
@@ -143,6 +143,9 @@ async def test_streams_through_two_workers_are_byte_exact_and_a_signal_leaves_no
                 assert (response.status, await response.json()) == (200, {"status": "ok"})
             async with session.get(f"{url}/") as response:
                 assert response.status == 404
+            for host, status in (("llm.test", 200), ("evil.test", 403)):
+                async with session.get(f"{url}/ready", headers={"Host": host}) as response:
+                    assert response.status == status
             command.process.terminate()
             for response in held:
                 assert (await last_event(response))["error"]["code"] == "engine_dead"

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,10 +39,16 @@ def short_path() -> Iterator[Path]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_server_answers_until_a_signal_and_leaves_nothing(short_path: Path, number: signal.Signals) -> None:
-    with running(short_path, "serve", "--port", "0", "--device", "cpu") as command:
+    names = ["--allowed-host", "llm.test", "--allowed-host", "llm2.test"]
+    with running(short_path, "serve", "--port", "0", "--device", "cpu", *names) as command:
         url = command.read_until(r"Ready: SmolLM2-135M-Instruct at (\S+)")[1]
         children = command.children()
         assert len(children) == 3
+        for name in ("llm.test", "llm2.test:80"):
+            with urllib.request.urlopen(urllib.request.Request(f"{url}/ready", headers={"Host": name}), timeout=60):
+                pass
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(urllib.request.Request(f"{url}/ready", headers={"Host": "evil.test"}), timeout=60)
         assert ask(url) == "one two three"
         with urllib.request.urlopen(f"{url}/", timeout=60) as response:
             assert b"<title>asyncengine</title>" in response.read()
@@ -160,6 +167,7 @@ def test_a_signal_during_a_download_ends_it(short_path: Path, monkeypatch: pytes
         (["--chat-template", "/nowhere.jinja"], {}, "cannot read the chat template /nowhere.jinja: "),
         (["--host", "0.0.0.0"], {}, "refusing to listen on 0.0.0.0, which other machines reach, without an API key: "),
         (["--port", "70000"], {}, "--port must be from 0 to 65535, got 70000"),
+        (["--allowed-host", "http://a.test"], {}, "--allowed-host must be a name or an address, without a scheme and"),
     ],
 )
 def test_a_start_that_fails_is_one_line_and_code_1(

@@ -119,6 +119,21 @@ async def test_nobody_notices_that_a_process_was_killed(
     await until(lambda: [link.unacked_bytes for link in engine._tokenizers] == [0, 0])
 
 
+async def test_all_that_ran_waits_while_gpu_runner_is_replaced(engine: AsyncEngine) -> None:
+    load = Load(engine)
+    running = asyncio.create_task(load.run(4))  # 36 choices
+    await until(lambda: engine.gauges()["running"] > 0)
+    os.kill(engine._supervisor.pids()["gpu_runner"], signal.SIGKILL)
+    await until(lambda: engine.health.state == "recovering")
+    unfinished = sum(len(request.stream.unfinished) for request in engine._requests)
+    gauges = engine.gauges()
+    assert (gauges["running"], gauges["waiting"]) == (0, unfinished)
+    assert 0 < unfinished <= 36
+    await running
+    await until(lambda: engine.health.state == "ready")
+    await until(lambda: engine.gauges()["running"] == engine.gauges()["waiting"] == 0)
+
+
 async def test_all_processes_are_killed_at_once(engine: AsyncEngine, undisturbed: Answers) -> None:
     load = Load(engine)
     running = asyncio.create_task(load.run(8))

@@ -247,7 +247,7 @@ def test_losses_count_for_as_long_as_the_window() -> None:
 async def test_the_status_of_api_workers_tells_of_successors_their_own_among_them(
     orders: Orders,
 ) -> None:
-    group = WorkerGroup(EngineConfig(), bind("127.0.0.1", 0), workers=1, modules=MODULES)
+    group = WorkerGroup(EngineConfig(max_crashes=9), bind("127.0.0.1", 0), workers=1, modules=MODULES)
 
     def statuses() -> list[list[object]]:
         path = orders.path / "statuses"  # made after the worker has said that it is ready
@@ -271,6 +271,15 @@ async def test_the_status_of_api_workers_tells_of_successors_their_own_among_the
         await until(is_replaced)
         assert waited_for == [], "other workers serve meanwhile"
         assert group._supervisor.engine_gauges()["api_worker_restarts"] == 1
+        assert "waiting" not in group._supervisor.engine_gauges()
+        orders.give("gpu_runner.0.1", "wait")
+        os.kill(group._supervisor.pids()["gpu_runner"], signal.SIGKILL)
+        await until(lambda: group._supervisor.health().state == "recovering")
+        gauges = group._supervisor.engine_gauges()
+        assert (gauges["running"], gauges["waiting"], gauges["waiting_for_pages"]) == (0, 5, 0)
+        orders.end("gpu_runner.0.1")
+        await until(lambda: group._supervisor.health().state == "ready")
+        assert "waiting" not in group._supervisor.engine_gauges()
     finally:
         await group.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -255,3 +256,24 @@ def test_background_requests_that_go_on_after_a_loss_are_taken_and_keep_no_inter
     desk.send(200, terms=BACKGROUND)
     assert [failed.rid for failed in desk.refused()] == [106, 200]
     assert desk.waiting == [*range(20), *range(100, 106)]
+
+
+def test_what_is_held_for_a_trial_or_a_verdict_counts_as_waiting(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = desk.inbox._trials
+
+    def hold(rid: int, *, n: int = 1, suspect: bool = False, terms: Terms = DEFAULT_TERMS) -> None:
+        resume = tuple(Resume(choice, b"", 0, True) for choice in range(n)) if suspect else ()
+        assert trials.take(Generate(rid, bytes(16), SamplingParams(n=n), 5, b"", "", resume, terms))
+
+    hold(0, suspect=True)
+    hold(1, n=2, suspect=True)
+    hold(3, suspect=True, terms=BACKGROUND)
+    hold(4, n=2)
+    hold(6, terms=BACKGROUND)
+    assert desk.inbox.gauges() == {"waiting": 7, "waiting_background": 2}
+    for rid in (2, 3, 5):
+        trials.abort(rid)
+    assert desk.inbox.gauges() == {"waiting": 4, "waiting_background": 1}
+    parked = {"interactive": 3, "background": 1}
+    monkeypatch.setattr(desk.inbox, "_grammar", SimpleNamespace(num_parked=parked.get))
+    assert desk.inbox.gauges() == {"waiting": 8, "waiting_background": 2}

@@ -21,6 +21,7 @@ FLAGS = (
     *("--headless=new", "--remote-debugging-port=0", "--no-first-run", "--no-sandbox", "--disable-gpu"),
     *("--disable-dev-shm-usage", "--disable-extensions", "--disable-background-networking", "--hide-scrollbars"),
     *("--force-color-profile=srgb", "--no-proxy-server", "--mute-audio"),
+    "--host-resolver-rules=MAP evil.example 127.0.0.1",  # as a name that is rebound
 )
 
 
