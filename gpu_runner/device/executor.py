@@ -118,13 +118,12 @@ class Executor:
         """
         plan, slot, logprob_rows = self._in_flight.popleft()
         slot.mark.wait()
-        rows = plan.num_rows
+        rows = len(plan.row_slot)
         return StepResult(
-            step=plan.step,
-            tokens=slot.tokens[:rows].copy(),
-            finish=slot.finish[:rows].astype(np.uint8),
-            device_begin_ns=int(slot.times[0]),
-            device_end_ns=int(slot.times[1]),
+            plan.step,
+            slot.tokens[:rows].copy(),
+            slot.finish[:rows].astype(np.uint8),
+            *slot.times.tolist(),
             logprobs=None if logprob_rows is None else slot.read_logprobs(logprob_rows),
             scores=slot.read_scores(len(plan.scores)) if len(plan.scores) else None,
         )

@@ -35,7 +35,7 @@ class Plans:
 
     def decode_again(self, position: int) -> StepPlan:
         assert self.last is not None
-        return replace(self.last, row_start=np.full_like(self.last.row_start, position))
+        return self.last._replace(row_start=np.full_like(self.last.row_start, position))
 
 
 def test_rows_that_stay_below_min_tokens_ban_stop_ids_until_they_have_them() -> None:
@@ -77,7 +77,7 @@ def test_penalties_biases_and_log_probabilities_take_the_full_path_only_while_th
         path = paths.choose(plans.decode([6, slot], 3))
         assert (path.adjusts, path.logprobs) == (slot < 5, slot == 5)
         assert (paths.logprob_rows is None) == (slot != 5)
-    chunk = replace(plans.decode([5, 6], 4), row_samples=np.array([False, True]))
+    chunk = plans.decode([5, 6], 4)._replace(row_samples=np.array([False, True]))
     assert paths.choose(chunk) == GREEDY
     assert paths.choose(plans.decode([6, 5], 3)).full
     assert paths.logprob_rows is not None
@@ -143,7 +143,7 @@ def test_a_plan_of_the_same_rows_lies_in_the_buffer_as_if_it_were_packed_anew() 
 
     def with_pages(plan: StepPlan, *ids: int) -> StepPlan:
         writes = np.array(ids, np.int32)
-        return replace(plan, page_slot=writes % 8, page_index=writes % 16, page_id=writes)
+        return plan._replace(page_slot=writes % 8, page_index=writes % 16, page_id=writes)
 
     check(plans.prefill({1: Row(), 5: Row()}))
     check(plans.decode([1, 5, 6], 20))
@@ -153,7 +153,7 @@ def test_a_plan_of_the_same_rows_lies_in_the_buffer_as_if_it_were_packed_anew() 
     check(with_pages(plans.decode_again(24), 33, 44))
     check(with_pages(plans.decode_again(25), 55))
     check(plans.decode_again(26), replace(GREEDY, greedy=False))
-    check(replace(plans.decode_again(27), row_samples=np.array([True, False, True])), replace(GREEDY, greedy=False))
+    check(plans.decode_again(27)._replace(row_samples=np.array([True, False, True])), replace(GREEDY, greedy=False))
     check(plans.decode([1, 6], 28))
     check(plans.prefill({7: Row(logit_bias={3: 1.0})}))
     check(plans.decode_again(29))

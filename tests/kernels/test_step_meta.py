@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def empty_plan(**changes: object) -> StepPlan:
         page_id=none,
         start=start_rows(np.random.default_rng(0), [], [], VOCAB),
     )
-    return replace(plan, **changes)  # type: ignore[arg-type]
+    return plan._replace(**changes)  # type: ignore[arg-type]
 
 
 def run(

@@ -16,7 +16,9 @@ ROW_ARRAYS = ("row_slot", "row_gen", "row_len", "row_samples")
 
 def arrays_of(plan: Any) -> dict[str, np.ndarray]:
     """Every array of a plan, its starting rows' among them."""
-    own = {field.name: getattr(plan, field.name) for field in fields(plan)}
+    own = (
+        plan._asdict() if isinstance(plan, StepPlan) else {part.name: getattr(plan, part.name) for part in fields(plan)}
+    )
     if isinstance(plan, StepPlan):
         own |= {f"start.{name}": array for name, array in arrays_of(plan.start).items()}
     return {name: array for name, array in own.items() if isinstance(array, np.ndarray)}
