@@ -119,13 +119,15 @@ class Executor:
         plan, slot, logprob_rows = self._in_flight.popleft()
         slot.mark.wait()
         rows = len(plan.row_slot)
+        begin_ns, end_ns = slot.times.tolist()
         return StepResult(
             plan.step,
             slot.tokens[:rows].copy(),
             slot.finish[:rows].astype(np.uint8),
-            *slot.times.tolist(),
-            logprobs=None if logprob_rows is None else slot.read_logprobs(logprob_rows),
-            scores=slot.read_scores(len(plan.scores)) if len(plan.scores) else None,
+            begin_ns,
+            end_ns,
+            None if logprob_rows is None else slot.read_logprobs(logprob_rows),
+            slot.read_scores(len(plan.scores)) if len(plan.scores) else None,
         )
 
     def transfer(self, batch: Transfers) -> None:
