@@ -154,13 +154,14 @@ class GraphStep:
         return PageMemory.of(self._kv_cache, self._page_tokens, host)
 
     def run(self, step: PackedStep) -> None:
-        decode = self._decode_graphs.get((_variant(step), step.bucket))
-        if decode is not None and step.num_samples == step.num_decode_rows == step.num_tokens:
+        plan, prefills = step.plan, len(step.plan.prefill_tokens) > 0
+        decode = self._decode_graphs.get((_variant(step), plan.bucket))
+        if decode is not None and not prefills and step.num_samples == plan.num_decode_rows:
             decode.replay()
             return
-        self._forward_graphs[step.bucket, step.num_decode_rows < step.num_tokens].replay()
-        if step.num_scores:
-            self._score_graphs[bucket_for(self._row_buckets, step.num_scores)].replay()
+        self._forward_graphs[plan.bucket, prefills].replay()
+        if len(plan.scores):
+            self._score_graphs[bucket_for(self._row_buckets, len(plan.scores))].replay()
         self._finish_graphs[self._finish_key(step)].replay()
 
     def run_largest(self) -> None:

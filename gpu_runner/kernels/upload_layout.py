@@ -54,8 +54,6 @@ class Upload(NamedTuple):
     prefill_tokens: Int32  # [T - num_decode_rows]
     sample_row: Int32  # [N]
     sample_token: Int32  # [N]
-    page_cell: Int32  # [U]
-    page_id: Int32  # [U]
     start_slot: Int32  # [S]
     temperature: NDArray[np.float32]  # [S]
     top_k: Int32  # [S]
@@ -75,12 +73,16 @@ class Upload(NamedTuple):
     bias_cell: Int32  # [B]
     bias_id: Int32  # [B]
     bias_value: NDArray[np.float32]  # [B]
+    page_cell: Int32  # [U]
+    page_id: Int32  # [U]
     scores: Int32 = NO_SCORES  # [N, SCORE_WORDS]
 
 
 SECTIONS = Upload._fields[1:]
-_PAGES = SECTIONS.index("page_cell")
 _PAGE_WRITES_WORD = COUNTS.index("num_page_writes")
+_PAGE_CELL_OFFSET, _PAGE_ID_OFFSET, _SCORES_OFFSET = (
+    FIRST_OFFSET_WORD + SECTIONS.index(name) for name in ("page_cell", "page_id", "scores")
+)
 _HEADER = struct.Struct(f"={TURN_WORD + 1}i")
 _WORD = np.dtype(np.int32)
 
@@ -139,18 +141,19 @@ def pack(upload: Upload, buffer: Int32, *, result_words: int = 0, turn: int = 0)
     return used
 
 
-def replace_pages(page_cell: Int32, page_id: Int32, buffer: Int32) -> int:
-    """Put other page-table writes, [U] each, into a buffer packed for a step in which no row starts: they lie last in
-    it. Returns the number of words used."""
-    count = len(page_cell)
-    offsets = buffer[FIRST_OFFSET_WORD : FIRST_OFFSET_WORD + len(SECTIONS)]
-    first = int(offsets[_PAGES])
+def replace_pages(page_slot: Int32, page_index: Int32, page_id: Int32, buffer: Int32, *, pages_per_seq: int) -> int:
+    """Put other page-table writes, [U] each, into a buffer packed for a step that scores nothing: they lie last in it.
+    Returns the number of words used."""
+    count = len(page_id)
+    first = int(buffer[_PAGE_CELL_OFFSET])
     second = first + count + count % ALIGNMENT_WORDS
     used = second + count + count % ALIGNMENT_WORDS
-    buffer[first : first + count] = page_cell
-    buffer[second : second + count] = page_id
+    if count:
+        cells = buffer[first : first + count]
+        np.multiply(page_slot, pages_per_seq, out=cells)
+        cells += page_index
+        buffer[second : second + count] = page_id
     buffer[_PAGE_WRITES_WORD] = count
-    offsets[_PAGES + 1] = second
-    offsets[_PAGES + 2 :] = used
-    buffer[USED_WORDS_WORD] = used
+    buffer[_PAGE_ID_OFFSET] = second
+    buffer[_SCORES_OFFSET] = buffer[USED_WORDS_WORD] = used
     return used

@@ -243,7 +243,8 @@ class Running:
             self._set_decode(self._decode[slots.state[self._decode] == State.DECODE])
         if prefilled:
             self._end_prefill(prefilled)
-        self._hold(decoding, prefilled)
+        if decoding.any_constrained or (prefilled and slots.constrained[prefilled].any()):
+            self._hold(decoding, prefilled)
 
     def _end_prefill(self, prefilled: list[int]) -> None:
         slots = self._slots
@@ -256,10 +257,8 @@ class Running:
             self._set_decode(np.concatenate([self._decode, index[~last]]))
 
     def _hold(self, decoding: DecodeRows, prefilled: list[int]) -> None:
-        """Account for the masks that the step uses up."""
+        """Account for the masks that the step uses up: some of its rows are constrained."""
         slots = self._slots
-        if not (decoding.any_constrained or (prefilled and slots.constrained[prefilled].any())):
-            return
         sampling = np.concatenate([decoding.slot, np.array(prefilled, np.int32)])
         constrained = sampling[slots.constrained[sampling]]
         slots.mask_ready[constrained] = False

@@ -318,7 +318,7 @@ class Scheduler:
             return None
         plan = self._builder.build(draft, self._next_step)
         self._next_step += 1
-        self._running.advance(plan.step, draft.decode, draft.prefilled(self.slots))
+        self._running.advance(plan.step, draft.decode, draft.prefilled(self.slots) if draft.prefill else [])
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
