@@ -122,11 +122,10 @@ def pages_for(tokens: int) -> int:
 class Packer:
     """Packs the plans of one ring slot. Where the last one held the same rows, all decoding, they lie there still."""
 
-    def __init__(self, buffer: Int32, turn: int, *, pages_per_seq: int) -> None:
+    def __init__(self, buffer: Int32, turn: int) -> None:
         """buffer: the `upload_array` of the ring slot at index `turn`."""
         self._buffer = buffer
         self._turn = turn
-        self._pages_per_seq = pages_per_seq
         self._plan: StepPlan | None = None  # the last one
         self._packed: PackedStep | None = None
 
@@ -134,19 +133,11 @@ class Packer:
         """Write `plan` into the buffer; the arguments as of the function `pack`."""
         last, packed = self._plan, self._packed
         if last is None or packed is None or packed.path is not path or not _same_decode_rows(last, plan):
-            packed = pack(
-                *(plan, path),
-                pages_per_seq=self._pages_per_seq,
-                buffer=self._buffer,
-                turn=self._turn,
-                result_words=result_words,
-            )
+            packed = pack(plan, path, buffer=self._buffer, turn=self._turn, result_words=result_words)
         else:
             words = packed.words
             if len(plan.page_id) or len(last.page_id):
-                words = upload_layout.replace_pages(
-                    *(plan.page_slot, plan.page_index, plan.page_id), self._buffer, pages_per_seq=self._pages_per_seq
-                )
+                words = upload_layout.replace_pages(plan.page_slot, plan.page_index, plan.page_id, self._buffer)
             packed = PackedStep(self._turn, words, packed.result_words, path, packed.num_samples, plan)
         self._plan, self._packed = plan, packed
         return packed
@@ -158,9 +149,7 @@ def _same_decode_rows(last: StepPlan, plan: StepPlan) -> bool:
     return same and plan.num_decode_rows == last.num_decode_rows == len(plan.row_slot)
 
 
-def pack(
-    plan: StepPlan, path: SamplingPath, *, pages_per_seq: int, buffer: Int32, turn: int = 0, result_words: int = 0
-) -> PackedStep:
+def pack(plan: StepPlan, path: SamplingPath, *, buffer: Int32, turn: int = 0, result_words: int = 0) -> PackedStep:
     """Write `plan` into `buffer`, the `upload_array` of the ring slot at index `turn`. result_words: how much of the
     step's results the host wants."""
     start = plan.start
@@ -178,7 +167,8 @@ def pack(
         prefill_tokens=plan.prefill_tokens,
         sample_row=sample_row,
         sample_token=sample_token,
-        page_cell=plan.page_slot * np.int32(pages_per_seq) + plan.page_index,
+        page_slot=plan.page_slot,
+        page_index=plan.page_index,
         page_id=plan.page_id,
         start_slot=start.slot,
         temperature=start.temperature,

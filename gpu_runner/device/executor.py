@@ -85,9 +85,7 @@ class Executor:
             RingSlot.allocate(upload_words=words, num_slots=num_slots, pinned=pinned, mark=stream.mark())
             for _ in range(RING_DEPTH)
         ]
-        self._packers = [
-            Packer(slot.upload_array, turn, pages_per_seq=pages_per_seq) for turn, slot in enumerate(self._ring)
-        ]
+        self._packers = [Packer(slot.upload_array, turn) for turn, slot in enumerate(self._ring)]
         self.masks = TokenMasks(num_slots=num_slots, vocab=model_config.vocab_size, pinned=pinned)
         # not at once: what it writes on the device must be there before the first step, which waits for no other stream
         stream.submit(partial(step.connect, self._ring, self.masks))

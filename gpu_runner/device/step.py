@@ -125,9 +125,8 @@ class Step:
         state.kv_len[prefill_slot] = inputs.row_start[step.plan.num_decode_rows :]
 
     def _write_page_table(self, inputs: UploadViews) -> None:
-        cell = inputs.page_cell.to(torch.int64)
-        if len(cell):
-            self._state.page_table.view(-1)[cell] = inputs.page_id
+        if len(slot := inputs.page_slot.to(torch.int64)):
+            self._state.page_table[slot, inputs.page_index.to(torch.int64)] = inputs.page_id
 
     def _input_tokens(self, step: PackedStep, inputs: UploadViews, slot: Tensor) -> Tensor:
         """[T] int64."""

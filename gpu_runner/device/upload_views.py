@@ -59,8 +59,12 @@ class UploadViews:
         return self._words("sample_token", self._step.num_samples)
 
     @property
-    def page_cell(self) -> Tensor:
-        return self._words("page_cell", self._pages)
+    def page_slot(self) -> Tensor:
+        return self._words("page_slot", self._pages)
+
+    @property
+    def page_index(self) -> Tensor:
+        return self._words("page_index", self._pages)
 
     @property
     def page_id(self) -> Tensor:

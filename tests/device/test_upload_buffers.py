@@ -91,7 +91,7 @@ def test_biases_find_their_cells_whichever_rows_have_some() -> None:
     rows = {6: Row(logit_bias={5: 1.0, 9: -2.0}), 1: Row(), 3: Row(logit_bias={0: 0.5})}
     plan = plans.prefill(rows)
     buffer = np.full(upload_words(num_slots=num_slots, pages_per_seq=1, max_step_tokens=6), -7, np.int32)
-    packed = pack(plan, GREEDY, pages_per_seq=1, buffer=buffer)
+    packed = pack(plan, GREEDY, buffer=buffer)
     tensor = torch.from_numpy(buffer)
     views = UploadViews(packed, tensor, tensor)
     assert views.bias_cell.tolist() == [6 * MAX_BIAS_IDS, 6 * MAX_BIAS_IDS + 1, 3 * MAX_BIAS_IDS]
@@ -109,7 +109,7 @@ def test_the_largest_plan_fits_the_upload_buffer() -> None:
         pages=[(slot, index, 1) for slot in range(num_slots) for index in range(pages_per_seq)],
     )
     words = upload_words(num_slots=num_slots, pages_per_seq=pages_per_seq, max_step_tokens=48 * num_slots)
-    packed = pack(plan, GREEDY, pages_per_seq=pages_per_seq, buffer=np.empty(words, np.int32))
+    packed = pack(plan, GREEDY, buffer=np.empty(words, np.int32))
     assert packed.words <= words
 
 
@@ -125,19 +125,28 @@ def test_a_plan_of_the_same_rows_lies_in_the_buffer_as_if_it_were_packed_anew() 
     plans = Plans()
     words = upload_words(num_slots=8, pages_per_seq=16, max_step_tokens=512)
     reused = np.full(words, -7, np.int32)
-    packer = Packer(reused, 2, pages_per_seq=16)
+    packer = Packer(reused, 2)
 
     def check(plan: StepPlan, path: SamplingPath = GREEDY) -> None:
         fresh = np.full(words, -7, np.int32)
         packed = packer.pack(plan, path, 40)
-        expected = pack(plan, path, pages_per_seq=16, buffer=fresh, turn=2, result_words=40)
+        expected = pack(plan, path, buffer=fresh, turn=2, result_words=40)
         assert packed.words == expected.words
         assert packed.path is path
         assert packed.plan is plan
         assert packed[:-1] == expected[:-1]
         views, wanted = (UploadViews(expected, torch.from_numpy(b), torch.from_numpy(b)) for b in (reused, fresh))
         assert reused[:40].tolist() == fresh[:40].tolist()
-        for name in ("row_slot", "row_len", "prefill_tokens", "sample_row", "sample_token", "page_cell", "page_id"):
+        for name in (
+            "row_slot",
+            "row_len",
+            "prefill_tokens",
+            "sample_row",
+            "sample_token",
+            "page_slot",
+            "page_index",
+            "page_id",
+        ):
             assert getattr(views, name).tolist() == getattr(wanted, name).tolist(), name
         assert views.row_start.tolist()[plan.num_decode_rows :] == plan.row_start.tolist()[plan.num_decode_rows :]
 

@@ -281,7 +281,7 @@ def list_for(num_slots: int) -> WorkList:
     )
 
 
-@pytest.mark.parametrize(("num_slots", "pages_per_seq", "num_tokens"), [(5, 2, 4), (5, 9, 4), (300, 9, 300)])
+@pytest.mark.parametrize(("num_slots", "pages_per_seq", "num_tokens"), [(5, 1, 4), (5, 9, 4), (300, 9, 300)])
 def test_a_plan_is_fetched_from_the_turns_host_buffer_however_long_it_is(
     num_slots: int, pages_per_seq: int, num_tokens: int
 ) -> None:
