@@ -13,7 +13,10 @@ STEPS_BETWEEN_STORES = 16
 """A row's tokens lie far from the next row's, on another page of memory: as many as fill a cache line are written at
 once."""
 _NO_SLOTS: Int32 = np.empty(0, np.int32)
-_ONE = np.int32(1)
+# numpy adds a scalar by making such an array of it first, which takes longer than the sum.
+_ONE: Int32 = np.ones((), np.int32)
+_ONE_CELL = np.ones((), np.intp)
+_ONE.flags.writeable = _ONE_CELL.flags.writeable = False
 
 
 class GrowingRows:
@@ -31,8 +34,8 @@ class GrowingRows:
 
     def grown(self) -> None:
         """Each has one page more; new arrays, for plans keep the old ones."""
-        self.num_pages = self.num_pages + _ONE
-        self.cell += 1
+        self.num_pages = np.add(self.num_pages, _ONE)
+        np.add(self.cell, _ONE_CELL, out=self.cell)
 
 
 class DecodeRows:
@@ -83,7 +86,7 @@ class DecodeRows:
 
     def advance(self) -> None:
         """Each row is one token further; `start` is a new array, for plans keep the old one."""
-        self.start = self.start + _ONE
+        self.start = np.add(self.start, _ONE)
         self._step = (self._step + 1) % PAGE_SIZE
         self.steps_before_last -= 1
 
