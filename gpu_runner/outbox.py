@@ -45,7 +45,7 @@ class Outbox:
             sender.send(relink)
 
     def send(self, output: StepOutput) -> None:
-        if not len(output):
+        if not len(output.slots):
             return
         if len(self._senders) == 1:
             self._senders[0].send(_frame(output, self._life))

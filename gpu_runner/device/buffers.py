@@ -34,18 +34,9 @@ class PackedStep(NamedTuple):
     turn: int  # index of its ring slot
     words: int  # used part of the upload buffer
     result_words: int  # of the results that the host reads
-    bucket: int
     path: SamplingPath
-    num_decode_rows: int
-    num_tokens: int
     num_samples: int
-    num_scores: int
-    row_start: Int32  # [R]
-    row_len: Int32  # [R]
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.row_len)
+    plan: StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +55,8 @@ class RingSlot:
     top_ids: Int32  # [num_slots, MAX_TOP_LOGPROBS]
     top_logprobs: NDArray[np.float32]  # [num_slots, MAX_TOP_LOGPROBS]
     scores: Scores  # of `results`
+    result_words: int  # of `results` without them
+    token_words: int  # of these without log-probabilities
     mark: Mark
 
     @classmethod
@@ -84,12 +77,14 @@ class RingSlot:
             top_ids=parts.top_ids.numpy(),
             top_logprobs=parts.top_logprobs.numpy(),
             scores=Scores.of(results[words:]),
+            result_words=words,
+            token_words=token_words(num_slots),
             mark=mark,
         )
 
     def wanted_words(self, path: SamplingPath) -> int:
         """How much of the results, scores aside, the host reads behind a step of that path."""
-        return (result_words if path.logprobs else token_words)(len(self.tokens))
+        return self.result_words if path.logprobs else self.token_words
 
     def read_logprobs(self, rows: Int32) -> StepLogprobs:
         """Of those of `rows` that got a token; copies."""
@@ -127,11 +122,10 @@ def pages_for(tokens: int) -> int:
 class Packer:
     """Packs the plans of one ring slot. Where the last one held the same rows, all decoding, they lie there still."""
 
-    def __init__(self, buffer: Int32, turn: int, *, pages_per_seq: int) -> None:
+    def __init__(self, buffer: Int32, turn: int) -> None:
         """buffer: the `upload_array` of the ring slot at index `turn`."""
         self._buffer = buffer
         self._turn = turn
-        self._pages_per_seq = pages_per_seq
         self._plan: StepPlan | None = None  # the last one
         self._packed: PackedStep | None = None
 
@@ -139,18 +133,12 @@ class Packer:
         """Write `plan` into the buffer; the arguments as of the function `pack`."""
         last, packed = self._plan, self._packed
         if last is None or packed is None or packed.path is not path or not _same_decode_rows(last, plan):
-            packed = pack(
-                *(plan, path),
-                pages_per_seq=self._pages_per_seq,
-                buffer=self._buffer,
-                turn=self._turn,
-                result_words=result_words,
-            )
+            packed = pack(plan, path, buffer=self._buffer, turn=self._turn, result_words=result_words)
         else:
             words = packed.words
             if len(plan.page_id) or len(last.page_id):
-                words = upload_layout.replace_pages(_page_cells(plan, self._pages_per_seq), plan.page_id, self._buffer)
-            packed = packed._replace(words=words, bucket=plan.bucket, row_start=plan.row_start)
+                words = upload_layout.replace_pages(plan.page_slot, plan.page_index, plan.page_id, self._buffer)
+            packed = PackedStep(self._turn, words, packed.result_words, path, packed.num_samples, plan)
         self._plan, self._packed = plan, packed
         return packed
 
@@ -161,13 +149,7 @@ def _same_decode_rows(last: StepPlan, plan: StepPlan) -> bool:
     return same and plan.num_decode_rows == last.num_decode_rows == len(plan.row_slot)
 
 
-def _page_cells(plan: StepPlan, pages_per_seq: int) -> Int32:
-    return plan.page_slot * np.int32(pages_per_seq) + plan.page_index
-
-
-def pack(
-    plan: StepPlan, path: SamplingPath, *, pages_per_seq: int, buffer: Int32, turn: int = 0, result_words: int = 0
-) -> PackedStep:
+def pack(plan: StepPlan, path: SamplingPath, *, buffer: Int32, turn: int = 0, result_words: int = 0) -> PackedStep:
     """Write `plan` into `buffer`, the `upload_array` of the ring slot at index `turn`. result_words: how much of the
     step's results the host wants."""
     start = plan.start
@@ -185,7 +167,8 @@ def pack(
         prefill_tokens=plan.prefill_tokens,
         sample_row=sample_row,
         sample_token=sample_token,
-        page_cell=_page_cells(plan, pages_per_seq),
+        page_slot=plan.page_slot,
+        page_index=plan.page_index,
         page_id=plan.page_id,
         start_slot=start.slot,
         temperature=start.temperature,
@@ -212,14 +195,9 @@ def pack(
         turn=turn,
         words=upload_layout.pack(upload, buffer, result_words=result_words, turn=turn),
         result_words=result_words,
-        bucket=plan.bucket,
         path=path,
-        num_decode_rows=plan.num_decode_rows,
-        num_tokens=plan.num_tokens,
         num_samples=len(sample_row),
-        num_scores=len(plan.scores),
-        row_start=plan.row_start,
-        row_len=plan.row_len,
+        plan=plan,
     )
 
 

@@ -85,9 +85,7 @@ class Executor:
             RingSlot.allocate(upload_words=words, num_slots=num_slots, pinned=pinned, mark=stream.mark())
             for _ in range(RING_DEPTH)
         ]
-        self._packers = [
-            Packer(slot.upload_array, turn, pages_per_seq=pages_per_seq) for turn, slot in enumerate(self._ring)
-        ]
+        self._packers = [Packer(slot.upload_array, turn) for turn, slot in enumerate(self._ring)]
         self.masks = TokenMasks(num_slots=num_slots, vocab=model_config.vocab_size, pinned=pinned)
         # not at once: what it writes on the device must be there before the first step, which waits for no other stream
         stream.submit(partial(step.connect, self._ring, self.masks))
@@ -118,15 +116,16 @@ class Executor:
         """
         plan, slot, logprob_rows = self._in_flight.popleft()
         slot.mark.wait()
-        rows = plan.num_rows
+        rows = len(plan.row_slot)
+        begin_ns, end_ns = slot.times.tolist()
         return StepResult(
-            step=plan.step,
-            tokens=slot.tokens[:rows].copy(),
-            finish=slot.finish[:rows].astype(np.uint8),
-            device_begin_ns=int(slot.times[0]),
-            device_end_ns=int(slot.times[1]),
-            logprobs=None if logprob_rows is None else slot.read_logprobs(logprob_rows),
-            scores=slot.read_scores(len(plan.scores)) if len(plan.scores) else None,
+            plan.step,
+            slot.tokens[:rows].copy(),
+            slot.finish[:rows].astype(np.uint8),
+            begin_ns,
+            end_ns,
+            None if logprob_rows is None else slot.read_logprobs(logprob_rows),
+            slot.read_scores(len(plan.scores)) if len(plan.scores) else None,
         )
 
     def transfer(self, batch: Transfers) -> None:

@@ -151,14 +151,16 @@ class GraphStep:
         return PageMemory.of(self._kv_cache, self._page_tokens, host)
 
     def run(self, step: PackedStep) -> None:
-        decode = self._decode_graphs.get((_variant(step), step.bucket))
-        if decode is not None and step.num_samples == step.num_decode_rows == step.num_tokens:
+        plan, prefills, variant = step.plan, len(step.plan.prefill_tokens) > 0, _variant(step)
+        decode = self._decode_graphs.get((variant, plan.bucket))
+        if decode is not None and not prefills and step.num_samples == plan.num_decode_rows:
             decode.replay()
             return
-        self._forward_graphs[step.bucket, step.num_decode_rows < step.num_tokens].replay()
-        if step.num_scores:
-            self._score_graphs[bucket_for(self._row_buckets, step.num_scores)].replay()
-        self._finish_graphs[self._finish_key(step)].replay()
+        self._forward_graphs[plan.bucket, prefills].replay()
+        if len(plan.scores):
+            self._score_graphs[bucket_for(self._row_buckets, len(plan.scores))].replay()
+        rows = 0 if variant == "none" else bucket_for(self._row_buckets, step.num_samples)
+        self._finish_graphs[variant, rows].replay()
 
     def run_largest(self) -> None:
         """The work of the largest step, uncaptured and over no rows: compiles its kernels and takes its memory."""
@@ -315,10 +317,6 @@ class GraphStep:
         self._sampler.sample(logits, self._state, self._meta, sampled, filtered=filtered, bans_stop_ids=filtered)
         if variant == "full":
             self._full.after(logits, sampled, self._state, self._meta, self._page_tokens, self._parts)
-
-    def _finish_key(self, step: PackedStep) -> tuple[Variant, int]:
-        variant = _variant(step)
-        return variant, 0 if variant == "none" else bucket_for(self._row_buckets, step.num_samples)
 
 
 def _variant(step: PackedStep) -> Variant:

@@ -48,7 +48,7 @@ class SamplingPaths:
 
     def choose(self, plan: StepPlan) -> SamplingPath:
         """Take over the rows that start in `plan`, then choose for those that sample in it."""
-        if len(plan.start):
+        if len(plan.start.slot):
             self._start(plan.start)
         elif plan.row_slot is self._row_slot and plan.row_samples is self._row_samples and not self._path.bans_stop_ids:
             return self._path  # rows only grow longer, so none falls below its min_tokens again

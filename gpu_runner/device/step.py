@@ -100,13 +100,13 @@ class Step:
         if len(row):
             last_hidden = hidden.index_select(0, inputs.sample_token)
             tokens[row], finish[row] = self._next_tokens(step, last_hidden, row, slot[row], was_done[row])
-        if step.num_scores:
+        if len(step.plan.scores):
             self._score(inputs.scores, hidden)
         if self._times is not None:
             self._times[:] = begin, time.monotonic_ns()
         results, words = self._ring[step.turn].results, step.result_words
         results[:words].copy_(self._results[:words], non_blocking=True)
-        if step.num_scores:
+        if len(step.plan.scores):
             scores = slice(self._result_words, None)
             results[scores].copy_(self._results[scores], non_blocking=True)
 
@@ -121,22 +121,21 @@ class Step:
             state.bias_ids.view(-1)[cell] = inputs.bias_id
             state.bias_values.view(-1)[cell] = inputs.bias_value
         # Of prefill rows the host knows the start, cached prefix included; a decode row's is what the device counted.
-        prefill_slot = inputs.row_slot[step.num_decode_rows :].to(torch.int64)
-        state.kv_len[prefill_slot] = inputs.row_start[step.num_decode_rows :]
+        prefill_slot = inputs.row_slot[step.plan.num_decode_rows :].to(torch.int64)
+        state.kv_len[prefill_slot] = inputs.row_start[step.plan.num_decode_rows :]
 
     def _write_page_table(self, inputs: UploadViews) -> None:
-        cell = inputs.page_cell.to(torch.int64)
-        if len(cell):
-            self._state.page_table.view(-1)[cell] = inputs.page_id
+        if len(slot := inputs.page_slot.to(torch.int64)):
+            self._state.page_table[slot, inputs.page_index.to(torch.int64)] = inputs.page_id
 
     def _input_tokens(self, step: PackedStep, inputs: UploadViews, slot: Tensor) -> Tensor:
         """[T] int64."""
-        decoding = self._state.last_token[slot[: step.num_decode_rows]]
+        decoding = self._state.last_token[slot[: step.plan.num_decode_rows]]
         return torch.cat((decoding, inputs.prefill_tokens)).to(torch.int64)
 
     def _batch_meta(self, step: PackedStep, slot: Tensor, start: Tensor, length: Tensor, was_done: Tensor) -> BatchMeta:
-        token = self._counter[: step.num_tokens]
-        row = torch.repeat_interleave(self._counter[: len(slot)], length, output_size=step.num_tokens)
+        token = self._counter[: step.plan.num_tokens]
+        row = torch.repeat_interleave(self._counter[: len(slot)], length, output_size=step.plan.num_tokens)
         first_token = length.cumsum(0) - length
         position = start[row] + (token - first_token[row])
         table = self._state.page_table
@@ -144,9 +143,9 @@ class Step:
         page_index = (position // PAGE_SIZE).clamp(max=table.shape[1] - 1)
         page = torch.where(was_done[row], 0, table[slot[row], page_index])
         return BatchMeta(
-            num_decode_rows=step.num_decode_rows,
-            row_start=step.row_start,
-            row_len=step.row_len,
+            num_decode_rows=step.plan.num_decode_rows,
+            row_start=step.plan.row_start,
+            row_len=step.plan.row_len,
             row_slot=slot,
             positions=position,
             kv_index=page.to(torch.int64) * PAGE_SIZE + position % PAGE_SIZE,
@@ -186,7 +185,7 @@ class Step:
     def _adjust(self, step: PackedStep, logits: Tensor, slot: Tensor, index: Tensor) -> Tensor:
         """index: [N], tokens of each sequence so far; the last of them is among this step's."""
         state = self._state
-        longest = int((step.row_start + step.row_len).max())
+        longest = int((step.plan.row_start + step.plan.row_len).max())
         history = self._page_tokens[state.page_table[slot, : -(-longest // PAGE_SIZE)]].flatten(1)
         rows = AdjustRows(
             presence_penalty=state.presence_penalty[slot],

@@ -32,22 +32,23 @@ class UploadViews:
         self._pages = int(header[count_word("num_page_writes")])
         self._biases = int(header[count_word("num_bias_writes")])
         self._step = step
+        self._plan = step.plan
 
     @property
     def row_slot(self) -> Tensor:
-        return self._words("row_slot", self._step.num_rows)
+        return self._words("row_slot", self._plan.num_rows)
 
     @property
     def row_start(self) -> Tensor:
-        return self._words("row_start", self._step.num_rows)
+        return self._words("row_start", self._plan.num_rows)
 
     @property
     def row_len(self) -> Tensor:
-        return self._words("row_len", self._step.num_rows)
+        return self._words("row_len", self._plan.num_rows)
 
     @property
     def prefill_tokens(self) -> Tensor:
-        return self._words("prefill_tokens", self._step.num_tokens - self._step.num_decode_rows)
+        return self._words("prefill_tokens", self._plan.num_tokens - self._plan.num_decode_rows)
 
     @property
     def sample_row(self) -> Tensor:
@@ -58,8 +59,12 @@ class UploadViews:
         return self._words("sample_token", self._step.num_samples)
 
     @property
-    def page_cell(self) -> Tensor:
-        return self._words("page_cell", self._pages)
+    def page_slot(self) -> Tensor:
+        return self._words("page_slot", self._pages)
+
+    @property
+    def page_index(self) -> Tensor:
+        return self._words("page_index", self._pages)
 
     @property
     def page_id(self) -> Tensor:
@@ -84,7 +89,7 @@ class UploadViews:
     @property
     def scores(self) -> Tensor:
         """[N, SCORE_WORDS]"""
-        return self._words("scores", self._step.num_scores * SCORE_WORDS).view(-1, SCORE_WORDS)
+        return self._words("scores", len(self._plan.scores) * SCORE_WORDS).view(-1, SCORE_WORDS)
 
     def start(self, name: str) -> Tensor:
         """One of `START_SECTIONS`, a row for each starting slot."""

@@ -39,7 +39,8 @@ _PREFILL_TOKENS = tl.constexpr(offset_word("prefill_tokens"))
 _SAMPLE_ROW = tl.constexpr(offset_word("sample_row"))
 _SAMPLE_TOKEN = tl.constexpr(offset_word("sample_token"))
 _NUM_BIAS_WRITES = tl.constexpr(count_word("num_bias_writes"))
-_PAGE_CELL = tl.constexpr(offset_word("page_cell"))
+_PAGE_SLOT = tl.constexpr(offset_word("page_slot"))
+_PAGE_INDEX = tl.constexpr(offset_word("page_index"))
 _PAGE_ID = tl.constexpr(offset_word("page_id"))
 _START_SLOT = tl.constexpr(offset_word("start_slot"))
 _TEMPERATURE = tl.constexpr(offset_word("temperature"))
@@ -152,7 +153,8 @@ def step_meta_kernel(
     prefill_tokens = upload + tl.load(upload + _PREFILL_TOKENS)
     sample_rows = upload + tl.load(upload + _SAMPLE_ROW)
     sample_tokens = upload + tl.load(upload + _SAMPLE_TOKEN)
-    page_cells = upload + tl.load(upload + _PAGE_CELL)
+    page_slots = upload + tl.load(upload + _PAGE_SLOT)
+    page_indices = upload + tl.load(upload + _PAGE_INDEX)
     pages = upload + tl.load(upload + _PAGE_ID)
     lane = tl.arange(0, BLOCK_SIZE)
 
@@ -191,9 +193,10 @@ def step_meta_kernel(
     for first in range(0, num_page_writes, BLOCK_SIZE):
         write = first + lane
         mask = write < num_page_writes
-        cell = tl.load(page_cells + write, mask=mask, other=0)
+        slot = tl.load(page_slots + write, mask=mask, other=0)
+        index = tl.load(page_indices + write, mask=mask, other=0)
         page = tl.load(pages + write, mask=mask, other=0)
-        tl.store(page_table + cell, page, mask=mask)
+        tl.store(page_table + slot * PAGES_PER_SEQ + index, page, mask=mask)
 
     tl.debug_barrier()
 

@@ -7,7 +7,7 @@ even word, because 64-bit values lie in some. Plain numbers and numpy: what writ
     word 0 .. 7     num_rows, num_decode_rows, num_tokens, num_samples, num_starts, num_page_writes, num_bias_writes,
                     num_scores
     word 8 ..       first word of each section, in the order of `Upload`'s fields
-    word 36 .. 38   words used in all, words of results that the host wants, which of the host's buffers this is
+    word 37 .. 39   words used in all, words of results that the host wants, which of the host's buffers this is
     word 40 ..      the sections
 """
 
@@ -33,7 +33,7 @@ COUNTS = (
 )
 FIRST_OFFSET_WORD = 8
 """Header word that holds the first section's first word."""
-USED_WORDS_WORD, RESULT_WORDS_WORD, TURN_WORD = 36, 37, 38
+USED_WORDS_WORD, RESULT_WORDS_WORD, TURN_WORD = 37, 38, 39
 ALIGNMENT_WORDS = 2
 
 
@@ -43,7 +43,7 @@ class Upload(NamedTuple):
 
     row_slot, row_start, row_len: of the plan; `row_start` of a decode row is not read, as the device knows better.
     sample_row: the rows that sample, ascending. sample_token: the index of each one's last token among the step's T.
-    page_cell: page_slot * pages_per_seq + page_index. temperature .. num_bias: of the plan's `StartRows`.
+    page_slot, page_index, page_id: of the plan. temperature .. num_bias: of its `StartRows`.
     bias_cell: slot * MAX_BIAS_IDS + index of the id among the slot's. scores: of the plan.
     """
 
@@ -54,8 +54,6 @@ class Upload(NamedTuple):
     prefill_tokens: Int32  # [T - num_decode_rows]
     sample_row: Int32  # [N]
     sample_token: Int32  # [N]
-    page_cell: Int32  # [U]
-    page_id: Int32  # [U]
     start_slot: Int32  # [S]
     temperature: NDArray[np.float32]  # [S]
     top_k: Int32  # [S]
@@ -75,12 +73,17 @@ class Upload(NamedTuple):
     bias_cell: Int32  # [B]
     bias_id: Int32  # [B]
     bias_value: NDArray[np.float32]  # [B]
+    page_slot: Int32  # [U]
+    page_index: Int32  # [U]
+    page_id: Int32  # [U]
     scores: Int32 = NO_SCORES  # [N, SCORE_WORDS]
 
 
 SECTIONS = Upload._fields[1:]
-_PAGES = SECTIONS.index("page_cell")
 _PAGE_WRITES_WORD = COUNTS.index("num_page_writes")
+_PAGE_SLOT_OFFSET, _PAGE_INDEX_OFFSET, _PAGE_ID_OFFSET, _SCORES_OFFSET = (
+    FIRST_OFFSET_WORD + SECTIONS.index(name) for name in ("page_slot", "page_index", "page_id", "scores")
+)
 _HEADER = struct.Struct(f"={TURN_WORD + 1}i")
 _WORD = np.dtype(np.int32)
 
@@ -103,7 +106,7 @@ def upload_words(*, num_slots: int, pages_per_seq: int, max_step_tokens: int) ->
     """
     rows = num_slots * (3 + 2 + SCORE_WORDS)
     starts = num_slots * (16 + MAX_STOP_IDS + 3 * MAX_BIAS_IDS)
-    pages = num_slots * pages_per_seq * 2
+    pages = num_slots * pages_per_seq * 3
     words = HEADER_WORDS + rows + starts + pages + max_step_tokens + len(SECTIONS) * ALIGNMENT_WORDS
     return words + -words % 16
 
@@ -119,7 +122,7 @@ def pack(upload: Upload, buffer: Int32, *, result_words: int = 0, turn: int = 0)
         upload.num_decode_rows + len(upload.prefill_tokens),
         len(upload.sample_row),
         len(upload.start_slot),
-        len(upload.page_cell),
+        len(upload.page_id),
         len(upload.bias_cell),
         len(upload.scores),
     ]
@@ -139,18 +142,20 @@ def pack(upload: Upload, buffer: Int32, *, result_words: int = 0, turn: int = 0)
     return used
 
 
-def replace_pages(page_cell: Int32, page_id: Int32, buffer: Int32) -> int:
-    """Put other page-table writes, [U] each, into a buffer packed for a step in which no row starts: they lie last in
-    it. Returns the number of words used."""
-    count = len(page_cell)
-    offsets = buffer[FIRST_OFFSET_WORD : FIRST_OFFSET_WORD + len(SECTIONS)]
-    first = int(offsets[_PAGES])
-    second = first + count + count % ALIGNMENT_WORDS
-    used = second + count + count % ALIGNMENT_WORDS
-    buffer[first : first + count] = page_cell
-    buffer[second : second + count] = page_id
+def replace_pages(page_slot: Int32, page_index: Int32, page_id: Int32, buffer: Int32) -> int:
+    """Put other page-table writes, [U] each, into a buffer packed for a step that scores nothing: they lie last in it.
+    Returns the number of words used."""
+    count = len(page_id)
+    room = count + count % ALIGNMENT_WORDS
+    first = int(buffer[_PAGE_SLOT_OFFSET])
+    second = first + room
+    third = second + room
+    used = third + room
+    buffer[first : first + count] = page_slot
+    buffer[second : second + count] = page_index
+    buffer[third : third + count] = page_id
     buffer[_PAGE_WRITES_WORD] = count
-    offsets[_PAGES + 1] = second
-    offsets[_PAGES + 2 :] = used
-    buffer[USED_WORDS_WORD] = used
+    buffer[_PAGE_INDEX_OFFSET] = second
+    buffer[_PAGE_ID_OFFSET] = third
+    buffer[_SCORES_OFFSET] = buffer[USED_WORDS_WORD] = used
     return used

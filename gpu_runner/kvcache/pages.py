@@ -50,8 +50,9 @@ class PagePool:
         """All pages are free. Nobody may hold any, nor a step that has been launched touch them."""
         self.num_free = self.num_pages - 1
         self.num_deferred = 0
-        self._stack = np.zeros(self.num_pages, dtype=np.int32)  # the first num_free entries are the free pages
-        self._stack[: self.num_free] = np.arange(self.num_free, 0, -1, dtype=np.int32)
+        # The first num_free entries are the free pages. numpy looks int32 indices up three times slower.
+        self._stack = np.zeros(self.num_pages, dtype=np.intp)
+        self._stack[: self.num_free] = np.arange(self.num_free, 0, -1)
         self._refcount = np.zeros(self.num_pages, dtype=np.int32)  # [num_pages]
         self._last_epoch = np.zeros(self.num_pages, dtype=np.int64)  # [num_pages], latest step that may touch the page
         self._deferred: list[Int32] = []
@@ -63,10 +64,10 @@ class PagePool:
         if count > self.num_free:
             raise OutOfPages(f"{count} pages asked for, {self.num_free} free ({self.num_deferred} deferred)")
         rest = self.num_free - count
-        pages = self._stack[rest : self.num_free][::-1].copy()
+        pages = self._stack[rest : self.num_free][::-1]
         self.num_free = rest
         self._refcount[pages] = 1
-        return pages
+        return pages.astype(np.int32)
 
     def incref(self, pages: Int32) -> None:
         """Add a reference to each of `pages`, [n] without duplicates, all referenced by somebody already."""

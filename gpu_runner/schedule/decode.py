@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from asyncengine.config import PAGE_SIZE
 from gpu_runner.schedule.counters import Counters
@@ -29,29 +28,26 @@ class Decode:
     def begin(self) -> PlanDraft:
         """A step with the rows that decode in it."""
         rows = self._running.decode
-        needs_page, missing = self._pages_needed(rows)
-        if missing:
+        growing = rows.growing
+        if missing := self._rows.missing_pages(len(growing.slot)):
             self._retract_for(missing)
             rows = self._running.decode
-            needs_page, missing = self._pages_needed(rows)
+            growing = rows.growing
+            missing = self._rows.missing_pages(len(growing.slot))
         if missing:
             # Pages of the retracted come back when the step that reads them is done: the newest rows skip this step.
             self._running.store()
             runs = np.ones(len(rows), np.bool_)
-            runs[needs_page[-missing:]] = False
+            runs[growing.place[-missing:]] = False
             rows = DecodeRows(self._rows.slots, rows.slot[runs])
-            needs_page, _ = self._pages_needed(rows)
+            growing = rows.growing
         draft = PlanDraft(rows, rows.start)
-        if len(needs_page):
-            draft.write_pages(rows.slot[needs_page], *self._rows.grow(rows.index[needs_page]))
+        if len(growing.slot):
+            page_index = growing.num_pages
+            draft.write_pages(growing.slot, page_index, self._rows.grow(growing))
         rows.advance()
-        self._counters.decode_tokens += len(rows)
+        self._counters.decode_tokens += draft.num_decode_rows
         return draft
-
-    def _pages_needed(self, rows: DecodeRows) -> tuple[NDArray[np.intp], int]:
-        """Which of the rows begin a page with their next token, and how many of those pages cannot be had now."""
-        needs_page = ((rows.start & (PAGE_SIZE - 1)) == 0).nonzero()[0]  # a row's pages hold what is computed, no more
-        return needs_page, self._rows.missing_pages(len(needs_page))
 
     def _retract_for(self, missing: int) -> None:
         """Retract the rows that deserve their pages least until these cover `missing`. What is pinned goes when none is

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
-from numpy.typing import NDArray
 
 from asyncengine.config import MAX_STOP_IDS
 from gpu_runner.schedule.buckets import bucket_for
@@ -16,21 +17,20 @@ from gpu_runner.schedule.step_room import StepRoom
 class PlanDraft:
     """The decisions of one `Scheduler.plan()`. Arrays handed to it belong to the plan from then on."""
 
-    __slots__ = ("decode", "decode_start", "page_id", "page_index", "page_slot", "prefill", "room", "scores", "started")
+    __slots__ = ("decode", "decode_start", "num_decode_rows", "page_writes", "prefill", "room", "scores", "started")
 
     def __init__(self, decode: DecodeRows, decode_start: Int32) -> None:
         self.decode = decode
         self.decode_start = decode_start  # [R], positions of the decode rows' tokens
+        self.num_decode_rows = len(decode.slot)
         self.started: list[int] = []
         self.prefill: list[tuple[int, int]] = []  # (slot, chunk length)
         self.room: StepRoom | None = None  # for chunks; None while none was placed
         self.scores: list[tuple[int, int, int]] = []  # (index in `prefill`, first position, how many), ascending
-        self.page_slot: list[Int32] = []
-        self.page_index: list[Int32] = []
-        self.page_id: list[Int32] = []
+        self.page_writes: list[tuple[Int32, Int32, Int32]] = []  # slots, places in their page tables, page ids
 
     def __bool__(self) -> bool:
-        return bool(len(self.decode) or self.prefill)
+        return bool(self.num_decode_rows or self.prefill)
 
     def prefilled(self, slots: Slots) -> list[int]:
         """Slots whose chunk reaches the end of what they know, so that they sample."""
@@ -42,9 +42,7 @@ class PlanDraft:
 
     def write_pages(self, slots: Int32, indices: Int32, pages: Int32) -> None:
         """page_table[slots, indices] = pages"""
-        self.page_slot.append(slots)
-        self.page_index.append(indices)
-        self.page_id.append(pages)
+        self.page_writes.append((slots, indices, pages))
 
 
 class PlanBuilder:
@@ -56,11 +54,11 @@ class PlanBuilder:
         self._eos_ids = eos_ids
         # Steps without such rows share these: a steady decode step makes no empty arrays.
         self._no_starts = self._start_rows([])
-        self._nothing = np.empty(0, np.int32)
+        self._nothing: Int32 = np.empty(0, np.int32)
 
     def build(self, draft: PlanDraft, step: int) -> StepPlan:
         """Arrays of the plan are its own, or shared ones that nobody changes. `Slots.computed` already counts it."""
-        slots, decode = self._slots, draft.decode
+        slots, decode, num_decode_rows = self._slots, draft.decode, draft.num_decode_rows
         row_slot, row_gen, row_start = decode.slot, decode.gen, draft.decode_start
         row_len, row_samples, prefill_tokens = decode.length, decode.samples, self._nothing
         scores, score_row = NO_SCORES, NO_SCORE_ROWS
@@ -81,28 +79,29 @@ class PlanBuilder:
                 ]
             )
             if draft.scores:
-                first_token = len(decode) + np.cumsum(chunk_len) - chunk_len
+                first_token = num_decode_rows + np.cumsum(chunk_len) - chunk_len
                 scores = self._scores(draft, first_token - chunk_start)
                 score_row = np.repeat(
-                    np.array([len(decode) + place for place, _, _ in draft.scores], np.int32),
+                    np.array([num_decode_rows + place for place, _, _ in draft.scores], np.int32),
                     [count for _, _, count in draft.scores],
                 )
+        page_slot, page_index, page_id = self._page_writes(draft.page_writes)
         return StepPlan(
-            step=step,
-            bucket=bucket_for(self._buckets, len(decode) + len(prefill_tokens)),
-            num_decode_rows=len(decode),
-            row_slot=row_slot,
-            row_gen=row_gen,
-            row_start=row_start,
-            row_len=row_len,
-            row_samples=row_samples,
-            prefill_tokens=prefill_tokens,
-            page_slot=self._concatenate(draft.page_slot),
-            page_index=self._concatenate(draft.page_index),
-            page_id=self._concatenate(draft.page_id),
-            start=self._start_rows(draft.started) if draft.started else self._no_starts,
-            scores=scores,
-            score_row=score_row,
+            step,
+            bucket_for(self._buckets, num_decode_rows + len(prefill_tokens)),
+            num_decode_rows,
+            row_slot,
+            row_gen,
+            row_start,
+            row_len,
+            row_samples,
+            prefill_tokens,
+            page_slot,
+            page_index,
+            page_id,
+            self._start_rows(draft.started) if draft.started else self._no_starts,
+            scores,
+            score_row,
         )
 
     def _scores(self, draft: PlanDraft, token_of_position: Int32) -> Int32:
@@ -152,7 +151,8 @@ class PlanBuilder:
             bias_values=np.array([value for _, value in biases], np.float32),
         )
 
-    def _concatenate(self, parts: list[NDArray[np.int32]]) -> Int32:
+    def _page_writes(self, parts: list[tuple[Int32, Int32, Int32]]) -> Iterable[Int32]:
+        """Slots, places in their page tables and page ids."""
         if len(parts) == 1:
             return parts[0]
-        return np.concatenate(parts) if parts else self._nothing
+        return map(np.concatenate, zip(*parts, strict=True)) if parts else (self._nothing,) * 3

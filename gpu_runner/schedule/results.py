@@ -80,10 +80,10 @@ class Results:
             if constrained.any():
                 continues = constrained & (finish == RUNS)
                 self._masked_rows.sampled(rows[continues], gens[continues], tokens[continues])
-        if finish.any():
-            for slot in rows[finish != RUNS]:
-                self._departures.end(int(slot))
-                self._counters.finished += 1
+        ended = finish.nonzero()[0]
+        for slot in rows[ended].tolist() if len(ended) else ():
+            self._departures.end(slot)
+            self._counters.finished += 1
         return StepOutput(plan.step, rows, gens, tokens, finish, opens, logprobs, marks)
 
     def _open(self, slot: int, now: int) -> Open:

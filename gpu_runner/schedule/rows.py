@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from asyncengine.config import PAGE_SIZE
 from gpu_runner.kvcache.pages import PagePool
@@ -16,6 +15,7 @@ from gpu_runner.kvcache.sessions import Sessions
 from gpu_runner.schedule.host_tier import HostTier
 from gpu_runner.schedule.plan import Int32
 from gpu_runner.schedule.request import Request
+from gpu_runner.schedule.running import GrowingRows
 from gpu_runner.schedule.slots import Slots, State
 
 
@@ -193,15 +193,14 @@ class Rows:
             return num_tokens - 1
         return int(slots.scored[slot]) if slot >= 0 else 0
 
-    def grow(self, index: NDArray[np.intp]) -> tuple[Int32, Int32]:
-        """Give each of these slots one more page; returns (page-table index, page id) of each. The pages must be
-        free."""
+    def grow(self, growing: GrowingRows) -> Int32:
+        """Give each of these rows one more page, which must be free; returns their ids."""
         slots = self.slots
-        pages = self.pool.allocate(len(index))
-        indices: Int32 = slots.num_pages[index]
-        slots.page_cells[index * slots.pages_per_seq + indices] = pages
-        slots.num_pages[index] = indices + 1
-        return indices, pages
+        pages = self.pool.allocate(len(growing.index))
+        slots.page_cells[growing.cell] = pages
+        growing.grown()
+        slots.num_pages[growing.index] = growing.num_pages
+        return pages
 
     def share(self, slot: int) -> None:
         """Put the row's computed full pages into the prefix tree, and hold them there.

@@ -13,6 +13,29 @@ STEPS_BETWEEN_STORES = 16
 """A row's tokens lie far from the next row's, on another page of memory: as many as fill a cache line are written at
 once."""
 _NO_SLOTS: Int32 = np.empty(0, np.int32)
+# numpy adds a scalar by making such an array of it first, which takes longer than the sum.
+_ONE: Int32 = np.ones((), np.int32)
+_ONE_CELL = np.ones((), np.intp)
+_ONE.flags.writeable = _ONE_CELL.flags.writeable = False
+
+
+class GrowingRows:
+    """G rows that begin a page with the same token: while they decode, with each PAGE_SIZE-th one again."""
+
+    __slots__ = ("cell", "index", "num_pages", "place", "slot")
+
+    def __init__(self, slots: Slots, decoding: DecodeRows, place: NDArray[np.intp]) -> None:
+        self.place = place  # [G], of these rows among those that decode; ascending
+        self.slot: Int32 = decoding.slot[place]  # [G]
+        self.index: NDArray[np.intp] = decoding.index[place]  # [G], the same
+        self.num_pages: Int32 = slots.num_pages[self.index]  # [G], as of `Slots`
+        self.cell: NDArray[np.intp] = self.index * slots.pages_per_seq + self.num_pages  # [G], of the next page
+        self.slot.flags.writeable = False
+
+    def grown(self) -> None:
+        """Each has one page more; new arrays, for plans keep the old ones."""
+        self.num_pages = np.add(self.num_pages, _ONE)
+        np.add(self.cell, _ONE_CELL, out=self.cell)
 
 
 class DecodeRows:
@@ -24,13 +47,15 @@ class DecodeRows:
     """
 
     __slots__ = (
-        *("_slots", "_tokens", "any_constrained", "any_interactive", "gen", "index", "length", "limit", "samples"),
-        *("slot", "start", "steps_before_last"),
+        *("_growing", "_slots", "_step", "_tokens", "any_constrained", "any_interactive", "gen", "index", "length"),
+        *("limit", "samples", "slot", "start", "steps_before_last"),
     )
 
     def __init__(self, slots: Slots, slot: Int32) -> None:
         self._slots = slots
         self._tokens: list[Int32] = []  # [R] each, sampled by steps one after the other
+        self._step = 0  # of the page: how often they advanced, modulo PAGE_SIZE
+        self._growing: list[GrowingRows | None] = [None] * PAGE_SIZE  # by `_step`; None = not asked for yet
         self.slot = slot  # [R]
         self.index: NDArray[np.intp] = slot.astype(
             np.intp
@@ -50,9 +75,19 @@ class DecodeRows:
     def __len__(self) -> int:
         return len(self.slot)
 
+    @property
+    def growing(self) -> GrowingRows:
+        """Those that need a page for their next token: a row's pages hold what is computed, no more."""
+        growing = self._growing[self._step]
+        if growing is None:
+            place = ((self.start & (PAGE_SIZE - 1)) == 0).nonzero()[0]
+            growing = self._growing[self._step] = GrowingRows(self._slots, self, place)
+        return growing
+
     def advance(self) -> None:
         """Each row is one token further; `start` is a new array, for plans keep the old one."""
-        self.start = self.start + np.int32(1)
+        self.start = np.add(self.start, _ONE)
+        self._step = (self._step + 1) % PAGE_SIZE
         self.steps_before_last -= 1
 
     def sampled(self, tokens: Int32) -> None:
@@ -80,6 +115,14 @@ class DecodeRows:
             "a row's pages are not those of its tokens"
         )
         assert not len(self) or self.steps_before_last == (self.limit - self.start).min() - 2
+        for step, growing in enumerate(self._growing):
+            if growing is not None:
+                begins_page = (self.start + (step - self._step)) % PAGE_SIZE == 0
+                assert growing.place.tolist() == np.flatnonzero(begins_page).tolist(), "other rows begin a page"
+                assert np.array_equal(growing.slot, self.slot[growing.place])
+                assert np.array_equal(growing.index, growing.slot)
+                assert np.array_equal(growing.num_pages, slots.num_pages[growing.index])
+                assert np.array_equal(growing.cell, growing.index * slots.pages_per_seq + growing.num_pages)
 
     @property
     def known(self) -> Int32:
@@ -203,7 +246,8 @@ class Running:
             self._set_decode(self._decode[slots.state[self._decode] == State.DECODE])
         if prefilled:
             self._end_prefill(prefilled)
-        self._hold(decoding, prefilled)
+        if decoding.any_constrained or (prefilled and slots.constrained[prefilled].any()):
+            self._hold(decoding, prefilled)
 
     def _end_prefill(self, prefilled: list[int]) -> None:
         slots = self._slots
@@ -216,10 +260,8 @@ class Running:
             self._set_decode(np.concatenate([self._decode, index[~last]]))
 
     def _hold(self, decoding: DecodeRows, prefilled: list[int]) -> None:
-        """Account for the masks that the step uses up."""
+        """Account for the masks that the step uses up: some of its rows are constrained."""
         slots = self._slots
-        if not (decoding.any_constrained or (prefilled and slots.constrained[prefilled].any())):
-            return
         sampling = np.concatenate([decoding.slot, np.array(prefilled, np.int32)])
         constrained = sampling[slots.constrained[sampling]]
         slots.mask_ready[constrained] = False

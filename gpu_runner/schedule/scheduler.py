@@ -302,10 +302,10 @@ class Scheduler:
                 self._charges.bring_up_to_date()
             admission.make_room(self._next_step)
         draft = self._decode.begin()
-        budget = self._budget - len(draft.decode)
+        budget = self._budget - draft.num_decode_rows
         if choosing or self._running.prefill:
             prompts = self._prefill.left(self._running.prefill) + (admission.startable_tokens if choosing else 0)
-            room = self._batches.room(budget, rows=len(draft.decode), prompts=prompts)
+            room = self._batches.room(budget, rows=draft.num_decode_rows, prompts=prompts)
             if choosing and (room or not budget):
                 admission.fill(room, draft)
             else:
@@ -314,7 +314,7 @@ class Scheduler:
             return None
         plan = self._builder.build(draft, self._next_step)
         self._next_step += 1
-        self._running.advance(plan.step, draft.decode, draft.prefilled(self.slots))
+        self._running.advance(plan.step, draft.decode, draft.prefilled(self.slots) if draft.prefill else [])
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:

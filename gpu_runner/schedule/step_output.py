@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,8 +11,7 @@ from asyncengine.wire.frames import Open, RowMarks
 from gpu_runner.schedule.plan import Int32, StepLogprobs, UInt8
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """News for the detokenizers: rows with a new token or an end. tokens: -1 where a row ends without a new one."""
 
     step: int
@@ -23,9 +22,6 @@ class StepOutput:
     opens: tuple[Open, ...]
     logprobs: StepLogprobs | None = None
     marks: tuple[RowMarks, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.slots)
 
 
 def aborted_rows(step: int, rows: list[tuple[int, int]]) -> StepOutput:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from device_harness import Prefill, Rig
 from support.random_model import write_config
 
 from gpu_runner.device.buffers import PackedStep
@@ -49,6 +50,7 @@ class Notes:
             dtype=torch.float32,
             graphs=False,
         )
+        self.rig = Rig(executor=None, kv_cache=torch.empty(0), decoder=None, device=CPU)  # type: ignore[arg-type]
         self.replayed: list[str] = []
         for kind in self.step.works():
             for work, keep in kind:
@@ -60,22 +62,12 @@ class Notes:
 
     def run(self, path: SamplingPath, *, decode: int, prefill: int, samples: int, scores: int = 0) -> list[str]:
         self.replayed.clear()
-        rows = np.ones(decode + (prefill > 0), np.int32)
-        self.step.run(
-            PackedStep(
-                turn=0,
-                words=0,
-                result_words=0,
-                bucket=bucket_for(token_buckets(STEP_TOKENS), decode + prefill),
-                path=path,
-                num_decode_rows=decode,
-                num_tokens=decode + prefill,
-                num_samples=samples,
-                num_scores=scores,
-                row_start=rows,
-                row_len=rows,
-            )
-        )
+        plan = self.rig.plan(
+            decode=[(slot, 1) for slot in range(decode)],
+            prefill=[Prefill(decode, 0, [1] * prefill)] if prefill else [],
+        )._replace(scores=np.zeros((scores, 3), np.int32))
+        assert plan.bucket == bucket_for(token_buckets(STEP_TOKENS), decode + prefill)
+        self.step.run(PackedStep(turn=0, words=0, result_words=0, path=path, num_samples=samples, plan=plan))
         return list(self.replayed)
 
 

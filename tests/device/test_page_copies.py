@@ -227,7 +227,7 @@ class PageMover:
         self._move()
         slot, index = np.stack(np.nonzero(self._table)).astype(np.int32)
         pages = self._page[self._table[slot, index]]
-        self._executor.launch(replace(plan, page_slot=slot, page_index=index, page_id=pages))
+        self._executor.launch(plan._replace(page_slot=slot, page_index=index, page_id=pages))
 
     def collect(self) -> StepResult:
         return self._executor.collect()

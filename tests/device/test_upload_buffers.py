@@ -35,7 +35,7 @@ class Plans:
 
     def decode_again(self, position: int) -> StepPlan:
         assert self.last is not None
-        return replace(self.last, row_start=np.full_like(self.last.row_start, position))
+        return self.last._replace(row_start=np.full_like(self.last.row_start, position))
 
 
 def test_rows_that_stay_below_min_tokens_ban_stop_ids_until_they_have_them() -> None:
@@ -77,7 +77,7 @@ def test_penalties_biases_and_log_probabilities_take_the_full_path_only_while_th
         path = paths.choose(plans.decode([6, slot], 3))
         assert (path.adjusts, path.logprobs) == (slot < 5, slot == 5)
         assert (paths.logprob_rows is None) == (slot != 5)
-    chunk = replace(plans.decode([5, 6], 4), row_samples=np.array([False, True]))
+    chunk = plans.decode([5, 6], 4)._replace(row_samples=np.array([False, True]))
     assert paths.choose(chunk) == GREEDY
     assert paths.choose(plans.decode([6, 5], 3)).full
     assert paths.logprob_rows is not None
@@ -91,7 +91,7 @@ def test_biases_find_their_cells_whichever_rows_have_some() -> None:
     rows = {6: Row(logit_bias={5: 1.0, 9: -2.0}), 1: Row(), 3: Row(logit_bias={0: 0.5})}
     plan = plans.prefill(rows)
     buffer = np.full(upload_words(num_slots=num_slots, pages_per_seq=1, max_step_tokens=6), -7, np.int32)
-    packed = pack(plan, GREEDY, pages_per_seq=1, buffer=buffer)
+    packed = pack(plan, GREEDY, buffer=buffer)
     tensor = torch.from_numpy(buffer)
     views = UploadViews(packed, tensor, tensor)
     assert views.bias_cell.tolist() == [6 * MAX_BIAS_IDS, 6 * MAX_BIAS_IDS + 1, 3 * MAX_BIAS_IDS]
@@ -109,7 +109,7 @@ def test_the_largest_plan_fits_the_upload_buffer() -> None:
         pages=[(slot, index, 1) for slot in range(num_slots) for index in range(pages_per_seq)],
     )
     words = upload_words(num_slots=num_slots, pages_per_seq=pages_per_seq, max_step_tokens=48 * num_slots)
-    packed = pack(plan, GREEDY, pages_per_seq=pages_per_seq, buffer=np.empty(words, np.int32))
+    packed = pack(plan, GREEDY, buffer=np.empty(words, np.int32))
     assert packed.words <= words
 
 
@@ -125,25 +125,34 @@ def test_a_plan_of_the_same_rows_lies_in_the_buffer_as_if_it_were_packed_anew() 
     plans = Plans()
     words = upload_words(num_slots=8, pages_per_seq=16, max_step_tokens=512)
     reused = np.full(words, -7, np.int32)
-    packer = Packer(reused, 2, pages_per_seq=16)
+    packer = Packer(reused, 2)
 
     def check(plan: StepPlan, path: SamplingPath = GREEDY) -> None:
         fresh = np.full(words, -7, np.int32)
         packed = packer.pack(plan, path, 40)
-        expected = pack(plan, path, pages_per_seq=16, buffer=fresh, turn=2, result_words=40)
+        expected = pack(plan, path, buffer=fresh, turn=2, result_words=40)
         assert packed.words == expected.words
         assert packed.path is path
-        assert packed.row_start is plan.row_start
-        assert packed[1:9] == expected[1:9]
+        assert packed.plan is plan
+        assert packed[:-1] == expected[:-1]
         views, wanted = (UploadViews(expected, torch.from_numpy(b), torch.from_numpy(b)) for b in (reused, fresh))
         assert reused[:40].tolist() == fresh[:40].tolist()
-        for name in ("row_slot", "row_len", "prefill_tokens", "sample_row", "sample_token", "page_cell", "page_id"):
+        for name in (
+            "row_slot",
+            "row_len",
+            "prefill_tokens",
+            "sample_row",
+            "sample_token",
+            "page_slot",
+            "page_index",
+            "page_id",
+        ):
             assert getattr(views, name).tolist() == getattr(wanted, name).tolist(), name
         assert views.row_start.tolist()[plan.num_decode_rows :] == plan.row_start.tolist()[plan.num_decode_rows :]
 
     def with_pages(plan: StepPlan, *ids: int) -> StepPlan:
         writes = np.array(ids, np.int32)
-        return replace(plan, page_slot=writes % 8, page_index=writes % 16, page_id=writes)
+        return plan._replace(page_slot=writes % 8, page_index=writes % 16, page_id=writes)
 
     check(plans.prefill({1: Row(), 5: Row()}))
     check(plans.decode([1, 5, 6], 20))
@@ -153,7 +162,7 @@ def test_a_plan_of_the_same_rows_lies_in_the_buffer_as_if_it_were_packed_anew() 
     check(with_pages(plans.decode_again(24), 33, 44))
     check(with_pages(plans.decode_again(25), 55))
     check(plans.decode_again(26), replace(GREEDY, greedy=False))
-    check(replace(plans.decode_again(27), row_samples=np.array([True, False, True])), replace(GREEDY, greedy=False))
+    check(plans.decode_again(27)._replace(row_samples=np.array([True, False, True])), replace(GREEDY, greedy=False))
     check(plans.decode([1, 6], 28))
     check(plans.prefill({7: Row(logit_bias={3: 1.0})}))
     check(plans.decode_again(29))

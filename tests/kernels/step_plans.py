@@ -60,7 +60,7 @@ def uploaded(plan: StepPlan, *, num_slots: int, pages_per_seq: int) -> Tensor:
     """The packed plan on the device, [words] int32, -7 where nothing was packed."""
     size = upload_words(num_slots=num_slots, pages_per_seq=pages_per_seq, max_step_tokens=plan.num_tokens)
     buffer = np.full(size, -7, dtype=np.int32)
-    pack(plan, SamplingPaths(num_slots).choose(plan), pages_per_seq=pages_per_seq, buffer=buffer)
+    pack(plan, SamplingPaths(num_slots).choose(plan), buffer=buffer)
     return torch.from_numpy(buffer).to(DEVICE)
 
 

@@ -263,7 +263,6 @@ def test_long_sequences_of_random_plans_leave_the_same_as_the_torch_step(
         packed = pack(
             plan,
             path,
-            pages_per_seq=pages_per_seq,
             buffer=host.upload_array,
             result_words=host.wanted_words(path),
         )

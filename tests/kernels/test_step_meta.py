@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from gpu_runner.device.upload_views import START_SECTIONS
 from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.host_ring import HostRing
 from gpu_runner.kernels.step_meta import FETCH_BLOCK, StepMeta, new_step_meta, step_meta
-from gpu_runner.kernels.upload_layout import HEADER_WORDS, USED_WORDS_WORD
+from gpu_runner.kernels.upload_layout import HEADER_WORDS, USED_WORDS_WORD, offset_word
 from gpu_runner.kernels.work_list import WorkList, allocate_work_list, build_work_list
 from gpu_runner.schedule.plan import StepPlan
 
@@ -41,7 +41,7 @@ def empty_plan(**changes: object) -> StepPlan:
         page_id=none,
         start=start_rows(np.random.default_rng(0), [], [], VOCAB),
     )
-    return replace(plan, **changes)  # type: ignore[arg-type]
+    return plan._replace(**changes)  # type: ignore[arg-type]
 
 
 def run(
@@ -281,7 +281,7 @@ def list_for(num_slots: int) -> WorkList:
     )
 
 
-@pytest.mark.parametrize(("num_slots", "pages_per_seq", "num_tokens"), [(5, 2, 4), (5, 9, 4), (300, 9, 300)])
+@pytest.mark.parametrize(("num_slots", "pages_per_seq", "num_tokens"), [(5, 1, 4), (5, 9, 4), (300, 9, 300)])
 def test_a_plan_is_fetched_from_the_turns_host_buffer_however_long_it_is(
     num_slots: int, pages_per_seq: int, num_tokens: int
 ) -> None:
@@ -339,10 +339,11 @@ def test_sections_are_packed_behind_the_header_at_even_words() -> None:
     assert buffer[:7].tolist() == [3, 0, 3, 1, 3, 0, len(start.bias_ids)]
     assert (buffer[8:34] % 2 == 0).all()
     assert buffer[8] == HEADER_WORDS
-    seed, stop_ids = buffer[21], buffer[24]
+    seed, stop_ids = buffer[offset_word("seed")], buffer[offset_word("stop_ids")]
     assert buffer[seed : seed + 6].view(np.int64).tolist() == start.seed.tolist()
     assert buffer[stop_ids : stop_ids + 3 * MAX_STOP_IDS].reshape(3, -1).tolist() == start.stop_ids.tolist()
-    bias_cell, bias_value, count = buffer[32], buffer[34], len(start.bias_ids)
+    bias_cell, bias_value = buffer[offset_word("bias_cell")], buffer[offset_word("bias_value")]
+    count = len(start.bias_ids)
     slots = np.repeat(start.slot, start.num_bias)
     assert (buffer[bias_cell : bias_cell + count] // MAX_BIAS_IDS).tolist() == slots.tolist()
     assert buffer[bias_value : bias_value + count].view(np.float32).tolist() == start.bias_values.tolist()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +35,7 @@ class Rig:
             self.times[0] = when
             self.account.enter(phase)
         self.times[0] = end
-        plan = replace(self.some_plan, step=launched) if launched else None
+        plan = self.some_plan._replace(step=launched) if launched else None
         result = None
         if collected:
             step, begin, device_end = collected
@@ -146,4 +146,4 @@ def some_plan() -> StepPlan:
     core.add(0, [5, 6, 7, 8, 9], 4)
     plan = core.scheduler.plan()
     assert plan is not None
-    return replace(plan, bucket=8, row_slot=np.zeros(2, np.int32))
+    return plan._replace(bucket=8, row_slot=np.zeros(2, np.int32))
