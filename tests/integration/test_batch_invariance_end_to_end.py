@@ -1,4 +1,4 @@
-"""SmolLM2's first layers in the batch-invariant mode, through all processes: the same tokens and log-probabilities, bit for bit."""
+"""SmolLM2's first layers in the batch-invariant mode, through all processes: bit for bit the same log-probabilities."""
 
 from __future__ import annotations
 
