@@ -26,7 +26,7 @@ MAX_NUM_SEQS = 32
 STEP_TOKENS = 256
 """More than a tile of any kernel has."""
 PROMPT = random_prompts([75], VOCAB_SIZE, seed=4)[0]
-NUM_TOKENS = 24
+NUM_TOKENS = 12
 ASKED = {
     "greedy": SamplingParams(temperature=0.0, logprobs=5, max_tokens=NUM_TOKENS, ignore_eos=True),
     "seeded": SamplingParams(
@@ -167,7 +167,7 @@ def told_of_all(core: EngineCore) -> Told:
     return told(core, rids)
 
 
-@pytest.mark.parametrize("cached", [15, 16, 40, 64, 74])
+@pytest.mark.parametrize("cached", [15, 16, 40, 74])
 def test_a_request_says_the_same_if_its_prefix_was_cached(engine: DeviceEngine, expected: Told, cached: int) -> None:
     core = engine.core()
     core.add_request(100, PROMPT[:cached], OTHERS[0])
