@@ -26,7 +26,7 @@ MAX_NUM_SEQS = 32
 STEP_TOKENS = 256
 """More than a tile of any kernel has."""
 PROMPT = random_prompts([75], VOCAB_SIZE, seed=4)[0]
-NUM_TOKENS = 12
+NUM_TOKENS = 24
 ASKED = {
     "greedy": SamplingParams(temperature=0.0, logprobs=5, max_tokens=NUM_TOKENS, ignore_eos=True),
     "seeded": SamplingParams(
