@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ PACKAGE_FILES = source_files(*PACKAGES)
 ALL_FILES = source_files(*PACKAGES, *OTHER_FOLDERS)
 
 
+@cache
 def parse(path: Path) -> ast.AST:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 

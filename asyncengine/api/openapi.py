@@ -4,6 +4,7 @@ from. It says what can be said of one value at a time; that two fields contradic
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from http import HTTPStatus
 from typing import Any
 
@@ -26,7 +27,12 @@ def openapi_endpoint(endpoints: Sequence[Endpoint]) -> Endpoint:
     """The route of the document on `endpoints` and itself."""
 
     async def handler(request: web.Request) -> web.Response:
-        return json_response(answer)
+        return json_response(answer())
+
+    @cache
+    def answer() -> Json:
+        """Made when it is asked for first: it takes longer than the rest of an application."""
+        return document([*endpoints, endpoint])
 
     endpoint = Endpoint(
         method="GET",
@@ -36,7 +42,6 @@ def openapi_endpoint(endpoints: Sequence[Endpoint]) -> Endpoint:
         handler=handler,
         answer=dict[str, Any],
     )
-    answer = document([*endpoints, endpoint])
     return endpoint
 
 

@@ -82,13 +82,14 @@ def model_plan(
     cases: int = 16,
     rate: float = 0.8,
     limit: float = 600.0,
+    model: str = "default",
 ) -> Plan:
-    """The embedded model on the CPU, which is slow, and slowest on a machine with other
+    """A model, the embedded one unless another is named, on the CPU, which is slow, and slowest on a machine with other
     work: torch alone may take a minute to import."""
     return Plan(
         seed=seed,
         seconds=seconds,
-        setup=cpu_model(api_workers),
+        setup=cpu_model(api_workers, model),
         lengths=Lengths(prompt_divisor=30, output_divisor=12, max_prompt=60, max_output=16),
         kinds=MODEL_KINDS,
         cases=cases,

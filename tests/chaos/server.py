@@ -53,8 +53,8 @@ def scripted(api_workers: int, *, step_ms: float = 20.0) -> Setup:
     )
 
 
-def cpu_model(api_workers: int) -> Setup:
-    args = ("--max-num-seqs", "64", "--max-model-len", "512", "--kv-cache-tokens", "16384")
+def cpu_model(api_workers: int, model: str) -> Setup:
+    args = (model, "--max-num-seqs", "64", "--max-model-len", "512", "--kv-cache-tokens", "16384")
     # threads that wait for each other suffer most from the clients on the same cores
     return Setup("asyncengine.cli", api_workers, args, (("OMP_NUM_THREADS", "1"),))
 

@@ -18,7 +18,7 @@ async def test_nothing_is_lost_whatever_is_killed_or_stopped_and_whoever_leaves(
         seconds=7,
         api_workers=api_workers,
         kills_per_second=kills_per_second,
-        cases=28,
+        cases=20,
         rate=5,
         limit=90,
     )

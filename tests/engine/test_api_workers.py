@@ -30,6 +30,7 @@ from asyncengine.wire.pipes import Pipes
 from asyncengine.wire.requests import Abort, EncodeIds, ToRunnerControl, ToTokenizer
 
 ENDLESS = {"prompt": [40, 41], "max_tokens": 1900, "ignore_eos": True, "stream": True}
+SLOTS = 64
 SLOW: dict[str, object] = {"step_ms": 5, "endless_from": 1900}
 
 
@@ -155,23 +156,34 @@ async def test_streams_through_two_workers_are_byte_exact_and_a_signal_leaves_no
     assert all_gone([*children])
 
 
-async def test_clients_that_leave_are_aborted_in_every_worker(short_path: Path) -> None:
-    slots = ["--max-num-seqs", "64"]
-    with running(short_path, "serve", "--port", "0", "--api-workers", "2", *slots, **SLOW) as command:
+@pytest.fixture(scope="module")
+def shared() -> Iterator[tuple[str, list[int]]]:
+    """Address and workers of a server that several tests ask, none of which it notices afterwards."""
+    options = ["--api-workers", "3", "--max-num-seqs", str(SLOTS)]
+    with (
+        tempfile.TemporaryDirectory(prefix="w-") as path,
+        running(Path(path), "serve", "--port", "0", *options, **SLOW) as command,
+    ):
         url, children = serve(command)
-        async with all_connections() as session:
-            for response in await open_in_every_worker(session, url, workers_of(children)):
-                response.close()
-        async with all_connections() as session:
-            # all slots are free again: as many streams as there are begin at once
-            async with asyncio.timeout(60):
-                responses = await asyncio.gather(
-                    *(session.post(f"{url}/v1/completions", json=ENDLESS) for _ in range(64))
-                )
-            for response in responses:
-                response.close()
+        assert len(workers_of(children)) == 3
+        yield url, workers_of(children)
         command.process.terminate()
         assert command.finish()[0] == 0
+
+
+async def test_clients_that_leave_are_aborted_in_every_worker(shared: tuple[str, list[int]]) -> None:
+    url, workers = shared
+    async with all_connections() as session:
+        for response in await open_in_every_worker(session, url, workers):
+            response.close()
+    async with all_connections() as session:
+        # all slots are free again: as many streams as there are begin at once
+        async with asyncio.timeout(60):
+            responses = await asyncio.gather(
+                *(session.post(f"{url}/v1/completions", json=ENDLESS) for _ in range(SLOTS))
+            )
+        for response in responses:
+            response.close()
 
 
 async def test_of_a_killed_worker_only_its_own_connections_break_and_another_takes_its_place(short_path: Path) -> None:
@@ -420,54 +432,50 @@ def test_auto_is_several_workers_on_a_gpu_machine_with_enough_cores(monkeypatch:
     assert api_workers("auto", EngineConfig(device="cuda")) == 1
 
 
-async def test_every_worker_answers_with_the_metrics_of_all(short_path: Path) -> None:
-    with running(short_path, "serve", "--port", "0", "--api-workers", "2", **SLOW) as command:
-        url, children = serve(command)
-        body = {"prompt": [40, 41], "max_tokens": 10, "ignore_eos": True}
-        async with all_connections() as session:
-            held = await open_in_every_worker(session, url, workers_of(children))
+async def test_every_worker_answers_with_the_metrics_of_all(shared: tuple[str, list[int]]) -> None:
+    url, workers = shared
+    body = {"prompt": [40, 41], "max_tokens": 10, "ignore_eos": True}
+    requests, tokens = "vllm:e2e_request_latency_seconds_count", "vllm:time_per_output_token_seconds_count"
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
+        async with asyncio.timeout(60):
+            while (before := await scrape(session, url))["vllm:num_requests_running"] > 0:
+                await asyncio.sleep(0.01)
+        async with all_connections() as others:
+            held = await open_in_every_worker(others, url, workers)
             for response in held:
                 response.close()
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
-            for _ in range(20):
-                async with session.post(f"{url}/v1/completions", json=body) as response:
-                    assert response.status == 200
-            async with asyncio.timeout(60):
-                # a worker may be slow to see who has left
-                while (await scrape(session, url))["vllm:e2e_request_latency_seconds_count"] < 20 + len(held):
-                    await asyncio.sleep(0.01)
-            pages = [await scrape(session, url) for _ in range(20)]
-        name = "vllm:time_per_output_token_seconds_count"
-        assert pages[0][name] >= 9 * 20 - 20
-        counts = [
-            {name: value for name, value in page.items() if re.match("vllm:.*_(total|count|sum)$", name)}
-            for page in pages
-        ]
-        assert len(counts[0]) > 20
-        assert all(count == counts[0] for count in counts)
-        command.process.terminate()
-        assert command.finish()[0] == 0
+        for _ in range(20):
+            async with session.post(f"{url}/v1/completions", json=body) as response:
+                assert response.status == 200
+        async with asyncio.timeout(60):
+            # a worker may be slow to see who has left
+            while (await scrape(session, url))[requests] < before.get(requests, 0) + 20 + len(held):
+                await asyncio.sleep(0.01)
+        pages = [await scrape(session, url) for _ in range(20)]
+    assert pages[0][tokens] - before.get(tokens, 0) >= 9 * 20 - 20
+    counts = [
+        {name: value for name, value in page.items() if re.match("vllm:.*_(total|count|sum)$", name)} for page in pages
+    ]
+    assert len(counts[0]) > 20
+    assert all(count == counts[0] for count in counts)
 
 
-async def test_a_request_is_cancelled_through_any_worker(short_path: Path) -> None:
-    with running(short_path, "serve", "--port", "0", "--api-workers", "3", **SLOW) as command:
-        url, children = serve(command)
-        async with all_connections() as session:
-            held = await open_in_every_worker(session, url, workers_of(children))
-            (response,) = [await session.post(f"{url}/v1/completions", json=ENDLESS, headers={"X-Request-Id": "named"})]
-            found = []
-            for name in ("cmpl-other", "cmpl-named", "cmpl-named"):
-                # every one over a connection of its own, so by whichever worker
-                async with session.post(f"{url}/v1/requests/{name}/cancel", headers={"Connection": "close"}) as answer:
-                    found.append(answer.status)
-            assert found == [404, 200, 404]
-            *_, last, done = (await response.read()).decode().strip().split("\n\n")
-            assert json.loads(last[6:])["choices"][0]["finish_reason"] == "abort"
-            assert done == "data: [DONE]"
-            for each in held:
-                each.close()
-        command.process.terminate()
-        assert command.finish()[0] == 0
+async def test_a_request_is_cancelled_through_any_worker(shared: tuple[str, list[int]]) -> None:
+    url, workers = shared
+    async with all_connections() as session:
+        held = await open_in_every_worker(session, url, workers)
+        (response,) = [await session.post(f"{url}/v1/completions", json=ENDLESS, headers={"X-Request-Id": "named"})]
+        found = []
+        for name in ("cmpl-other", "cmpl-named", "cmpl-named"):
+            # every one over a connection of its own, so by whichever worker
+            async with session.post(f"{url}/v1/requests/{name}/cancel", headers={"Connection": "close"}) as answer:
+                found.append(answer.status)
+        assert found == [404, 200, 404]
+        *_, last, done = (await response.read()).decode().strip().split("\n\n")
+        assert json.loads(last[6:])["choices"][0]["finish_reason"] == "abort"
+        assert done == "data: [DONE]"
+        for each in held:
+            each.close()
 
 
 async def test_workers_ask_each_other_for_requests_they_do_not_have(short_path: Path) -> None:

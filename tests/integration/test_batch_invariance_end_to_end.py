@@ -1,4 +1,4 @@
-"""SmolLM2 in the batch-invariant mode, through all processes: the same tokens and log-probabilities, bit for bit."""
+"""SmolLM2's first layers in the batch-invariant mode, through all processes: bit for bit the same log-probabilities."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import pytest_asyncio
 from support.eventually import eventually
+from support.shallow_model import shallow_model_file
 
 from asyncengine import AsyncEngine, EngineConfig, SamplingParams
 from asyncengine.logprobs import PromptLogprob, TokenLogprob
@@ -28,7 +29,13 @@ Told = tuple[list[int], list[TokenLogprob], list[PromptLogprob] | None]
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def engine() -> AsyncIterator[AsyncEngine]:
     config = EngineConfig(
-        device="cpu", batch_invariant=True, kv_cache_tokens=4096, max_model_len=256, max_num_seqs=32, max_crashes=1000
+        model=str(shallow_model_file()),
+        device="cpu",
+        batch_invariant=True,
+        kv_cache_tokens=4096,
+        max_model_len=256,
+        max_num_seqs=32,
+        max_crashes=1000,
     )
     async with AsyncEngine.start(config) as engine:
         yield engine

@@ -21,6 +21,7 @@ import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 from support.eventually import PATIENCE_SECONDS
 from support.python_path import PYTHON_PATH
+from support.shallow_model import shallow_model_file
 
 from asyncengine import AsyncEngine, EngineConfig, InvalidRequestError, SamplingParams, collect
 from asyncengine.api.app import bound_port, run_app
@@ -30,7 +31,7 @@ from asyncengine.config import PAGE_SIZE, ApiKey
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
 CACHE_TOKENS = 16 * PAGE_SIZE
-HOST_GIB = 0.05
+HOST_GIB = 0.005
 KEYS = {"a": "the-key-of-tenant-a", "b": "the-key-of-tenant-b"}
 STORED, LOADED = "asyncengine:kv_pages_stored_total", "asyncengine:kv_pages_loaded_total"
 PINNED = "asyncengine:host_session_pinned_pages"
@@ -96,6 +97,7 @@ def random_ids(count: int, seed: int) -> list[int]:
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def server() -> AsyncIterator[Server]:
     config = EngineConfig(
+        model=str(shallow_model_file()),
         device="cpu",
         kv_cache_tokens=CACHE_TOKENS,
         max_model_len=CACHE_TOKENS,

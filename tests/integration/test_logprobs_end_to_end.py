@@ -1,4 +1,6 @@
-"""Log-probabilities and what adjusts the logits, from the real server on the CPU, against transformers in float32."""
+"""Log-probabilities and what adjusts the logits, from the real server on the CPU, against transformers in float32.
+
+Both compute the first layers of SmolLM2; that they agree on all is shown where the models are tested."""
 
 from __future__ import annotations
 
@@ -16,8 +18,10 @@ import openai
 import pytest
 import pytest_asyncio
 import torch
-from models.smollm2 import model_file, transformers_model
+from models.smollm2 import transformers_model
 from openai.types import CompletionChoice
+from support.shallow_model import NAME as MODEL
+from support.shallow_model import shallow_model_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import LlamaForCausalLM
@@ -29,7 +33,6 @@ from asyncengine.tokenizer_file import load_tokenizer
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
-MODEL = "SmolLM2-135M-Instruct"
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
 STORY = "Once upon a time there was a little girl who lived in a village near the forest."
 TALE = "There was a girl who lived in a village near the forest. Ünï — 🙂."
@@ -39,10 +42,9 @@ TOLERANCE = 1e-3
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def client() -> AsyncIterator[openai.AsyncOpenAI]:
-    config = EngineConfig(device="cpu", kv_cache_tokens=4096, max_model_len=512, max_num_seqs=8)
-    loading = asyncio.create_task(asyncio.to_thread(reference))
+    model = str(shallow_model_file())
+    config = EngineConfig(model=model, device="cpu", kv_cache_tokens=4096, max_model_len=512, max_num_seqs=8)
     async with AsyncEngine.start(config) as engine:
-        await loading
         runner = await run_app(engine, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{bound_port(runner)}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
@@ -52,12 +54,12 @@ async def client() -> AsyncIterator[openai.AsyncOpenAI]:
 
 @cache
 def reference() -> LlamaForCausalLM:
-    return transformers_model(model_file())
+    return transformers_model(shallow_model_file())
 
 
 @cache
 def tokenizer() -> Tokenizer:
-    return load_tokenizer(str(model_file())).tokenizer
+    return load_tokenizer(str(shallow_model_file())).tokenizer
 
 
 def encode(text: str) -> list[int]:
@@ -135,11 +137,13 @@ async def test_sampled_and_adjusted_tokens_have_the_logprobs_of_the_raw_logits(c
 
 
 async def test_streamed_logprobs_are_those_not_streamed_in_both_shapes(client: openai.AsyncOpenAI) -> None:
-    chat: Any = {"model": MODEL, "messages": QUESTION, "temperature": 0, "logprobs": True, "top_logprobs": 4}
+    chat: Any = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 8}
+    chat |= {"logprobs": True, "top_logprobs": 4}
     whole = (await client.chat.completions.create(**chat)).choices[0]
     assert whole.logprobs is not None
     assert whole.logprobs.content is not None
-    assert "".join(entry.token for entry in whole.logprobs.content) == "The capital of France is Paris."
+    assert "".join(entry.token for entry in whole.logprobs.content) == whole.message.content
+    assert len(whole.logprobs.content) == 8
     streamed: list[Any] = []
     async for chunk in await client.chat.completions.create(**chat, stream=True):
         logprobs = chunk.choices[0].logprobs
@@ -175,9 +179,9 @@ async def test_a_bias_of_100_forces_a_token_and_of_minus_100_forbids_it(client: 
 async def test_a_strong_frequency_penalty_stops_repetition(client: openai.AsyncOpenAI) -> None:
     prompt = encode(REPEATING)
     plain = ids_of(await complete(client, prompt, max_tokens=16))
-    assert len(set(plain)) <= 4
+    assert len(set(plain)) <= 5
     varied = ids_of(await complete(client, prompt, max_tokens=16, frequency_penalty=2, ignore_eos=True))
-    assert len(set(varied)) >= 12
+    assert len(set(varied)) >= 2 * len(set(plain))
 
 
 def adjusted(logits: Tensor, prompt: list[int], output: list[int], asked: dict[str, Any]) -> Tensor:
@@ -378,37 +382,53 @@ QUESTIONS: list[dict[str, Any]] = [
     {"question": "2 + 2 =", "choices": ["4", "five"], "answer": 0},
     {"question": "The first month of the year is", "choices": ["January", "Sunday"], "answer": 1},
 ]
+EVALUATE = """\
+import json, sys
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+if __name__ == "__main__":
+    folder, model = sys.argv[1:]
+    tasks = TaskManager(include_path=folder, include_defaults=False)  # which are thousands of files to read
+    results = simple_evaluate("local-completions", model_args=model, tasks=["facts"], task_manager=tasks)
+    answers = [sample["filtered_resps"] for sample in results["samples"]["facts"]]
+    with open(f"{folder}/results.json", "w") as file:
+        json.dump([results["results"]["facts"]["acc,none"], answers], file)
+"""
 
 
 async def test_lm_eval_gets_the_log_likelihoods_of_transformers(client: openai.AsyncOpenAI, tmp_path: Path) -> None:
-    """Its `local-completions`, as its users call it, on a task of ours of which one answer is wrong."""
+    """Its `local-completions`, as its users call it, on a task of ours of which one answer or two are wrong."""
     (tmp_path / "facts.yaml").write_text(TASK.replace("FOLDER", str(tmp_path)))
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
+    (tmp_path / "evaluate.py").write_text(EVALUATE)
     tokenizer().save(str(tmp_path / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     model = f"model={MODEL},base_url={client.base_url}completions,tokenizer_backend=huggingface,tokenizer={tmp_path}"
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "lm_eval", "run", "--model", "local-completions", "--model_args", model),
-        *("--tasks", "facts", "--include_path", tmp_path, "--log_samples", "--output_path", tmp_path / "out"),
+        *(sys.executable, tmp_path / "evaluate.py", tmp_path, model),
         env=os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
     said, _ = await process.communicate()
     assert process.returncode == 0, said.decode()
-    (results,) = tmp_path.glob("out/*/results_*.json")
-    assert json.loads(results.read_text())["results"]["facts"]["acc,none"] == pytest.approx(2 / 3)
-    (samples,) = tmp_path.glob("out/*/samples_facts_*.jsonl")
-    for question, line in zip(QUESTIONS, samples.read_text().splitlines(), strict=True):
+    accuracy, answers = json.loads((tmp_path / "results.json").read_text())
+    right = 0
+    for question, answer in zip(QUESTIONS, answers, strict=True):
         context = encode(question["question"])
-        for choice, (value, is_greedy) in zip(question["choices"], json.loads(line)["filtered_resps"], strict=True):
+        sums: list[float] = []
+        for choice, (value, is_greedy) in zip(question["choices"], answer, strict=True):
             prompt = encode(f"{question['question']} {choice}")
             assert prompt[: len(context)] == context
             expected = expected_logprobs(prompt)[len(context) - 1 :]
             own = expected.gather(1, torch.tensor(prompt[len(context) :])[:, None])[:, 0]
-            assert float(value) == pytest.approx(float(own.sum()), abs=TOLERANCE)
-            assert (is_greedy == "True") == bool((own == expected.amax(dim=1)).all())
+            sums.append(float(own.sum()))
+            assert value == pytest.approx(sums[-1], abs=TOLERANCE)
+            assert is_greedy == bool((own == expected.amax(dim=1)).all())
+        right += sums.index(max(sums)) == question["answer"]
+    assert right in (1, 2)
+    assert accuracy == pytest.approx(right / 3)
 
 
 async def test_too_many_log_probabilities_of_a_prompt_are_refused_by_name(client: openai.AsyncOpenAI) -> None:

@@ -1,4 +1,6 @@
-"""Clients as people have them, against the real SmolLM2: the `openai` package, LangChain's, Pydantic AI, and curl."""
+"""Clients as people have them, against a real server: the `openai` package, LangChain's, Pydantic AI, and curl.
+
+The model is the first layers of SmolLM2, whose answers make no sense: each client must get what plain HTTP gets."""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Literal
 
+import aiohttp
 import openai
 import pydantic
 import pytest
@@ -26,12 +29,13 @@ from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from pydantic_ai.settings import ModelSettings
+from support.shallow_model import NAME as MODEL
+from support.shallow_model import shallow_model_file
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
-MODEL = "SmolLM2-135M-Instruct"
 QUESTION = "What is the capital of France?"
-ANSWER = "The capital of France is Paris."
+ANSWER_TOKENS = 8
 ASKED: list[Any] = [{"role": "user", "content": QUESTION}]
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 TEMPLATE = """
@@ -55,7 +59,12 @@ async def url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
     template: Path = tmp_path_factory.mktemp("template") / "template.jinja"
     template.write_text(TEMPLATE)
     config = EngineConfig(
-        device="cpu", kv_cache_tokens=8192, max_model_len=1024, max_num_seqs=8, chat_template=str(template)
+        model=str(shallow_model_file()),
+        device="cpu",
+        kv_cache_tokens=8192,
+        max_model_len=1024,
+        max_num_seqs=8,
+        chat_template=str(template),
     )
     async with AsyncEngine.start(config) as engine:
         runner = await run_app(engine, "127.0.0.1", 0)
@@ -63,13 +72,23 @@ async def url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def answer(url: str) -> str:
+    """To QUESTION, in ANSWER_TOKENS tokens."""
+    body = {"model": MODEL, "messages": ASKED, "temperature": 0, "max_tokens": ANSWER_TOKENS}
+    async with aiohttp.ClientSession() as http, http.post(f"{url}/v1/chat/completions", json=body) as response:
+        text: str = (await response.json())["choices"][0]["message"]["content"]
+    assert text.strip()
+    return text
+
+
 # ------------------------------------------------------------------------------------------------------------- openai
 
 
-async def test_the_synchronous_openai_client_chats_streams_and_gets_log_probabilities(url: str) -> None:
+async def test_the_synchronous_openai_client_chats_streams_and_gets_log_probabilities(url: str, answer: str) -> None:
     def talk() -> tuple[str | None, str, list[str]]:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            asked: Any = {"model": MODEL, "messages": ASKED, "temperature": 0}
+            asked: Any = {"model": MODEL, "messages": ASKED, "temperature": 0, "max_tokens": ANSWER_TOKENS}
             whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2).choices[0]
             streamed = "".join(
                 chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**asked, stream=True)
@@ -80,7 +99,7 @@ async def test_the_synchronous_openai_client_chats_streams_and_gets_log_probabil
             return whole.message.content, streamed, [entry.token for entry in whole.logprobs.content]
 
     content, streamed, tokens = await asyncio.to_thread(talk)
-    assert content == streamed == "".join(tokens) == ANSWER
+    assert content == streamed == "".join(tokens) == answer
 
 
 async def test_the_openai_clients_parse_helper_makes_objects_of_a_type(url: str) -> None:
@@ -135,24 +154,26 @@ def chat(url: str) -> ChatOpenAI:
     )
 
 
-async def test_langchain_chats_streams_and_gets_log_probabilities(chat: ChatOpenAI) -> None:
+async def test_langchain_chats_streams_and_gets_log_probabilities(chat: ChatOpenAI, answer: str) -> None:
+    short = chat.bind(max_tokens=ANSWER_TOKENS)
+
     async def stream() -> list[str]:
-        return [str(chunk.content) async for chunk in chat.astream(QUESTION)]
+        return [str(chunk.content) async for chunk in short.astream(QUESTION)]
 
     whole, chunks, (batched,) = await asyncio.gather(
-        chat.ainvoke(QUESTION, logprobs=True), stream(), asyncio.to_thread(chat.batch, [QUESTION])
+        short.ainvoke(QUESTION, logprobs=True), stream(), asyncio.to_thread(short.batch, [QUESTION])
     )
-    assert "".join(chunks) == batched.content == ANSWER
-    assert whole.content == ANSWER
+    assert "".join(chunks) == batched.content == answer
+    assert whole.content == answer
     assert whole.usage_metadata is not None
-    assert whole.usage_metadata["output_tokens"] == 8
-    assert "".join(entry["token"] for entry in whole.response_metadata["logprobs"]["content"]) == ANSWER
+    assert whole.usage_metadata["output_tokens"] == ANSWER_TOKENS
+    assert "".join(entry["token"] for entry in whole.response_metadata["logprobs"]["content"]) == answer
 
 
-async def test_langchains_content_blocks_are_text_with_an_id(chat: ChatOpenAI) -> None:
+async def test_langchains_content_blocks_are_text_with_an_id(chat: ChatOpenAI, answer: str) -> None:
     message = HumanMessage(content_blocks=[create_text_block(QUESTION)])
     assert "id" in message.content[0]
-    assert (await chat.ainvoke([message])).content == ANSWER
+    assert (await chat.ainvoke([message], max_tokens=ANSWER_TOKENS)).content == answer
 
 
 async def test_langchain_calls_tools_whole_and_streamed_and_hands_back_results(chat: ChatOpenAI) -> None:
@@ -188,13 +209,13 @@ def model(url: str) -> OpenAIChatModel:
     return OpenAIChatModel(MODEL, provider=provider, settings=ModelSettings(temperature=0, max_tokens=80))
 
 
-async def test_pydantic_ai_chats_and_streams(model: OpenAIChatModel) -> None:
-    agent = Agent(model, retries=0)
+async def test_pydantic_ai_chats_and_streams(model: OpenAIChatModel, answer: str) -> None:
+    agent = Agent(model, retries=0, model_settings=ModelSettings(max_tokens=ANSWER_TOKENS))
     whole = await agent.run(QUESTION)
     async with agent.run_stream(QUESTION) as stream:
         pieces = [piece async for piece in stream.stream_text(delta=True, debounce_by=None)]
-    assert whole.output == "".join(pieces) == ANSWER
-    assert whole.usage.output_tokens == stream.usage.output_tokens == 8
+    assert whole.output == "".join(pieces) == answer
+    assert whole.usage.output_tokens == stream.usage.output_tokens == ANSWER_TOKENS
 
 
 async def test_pydantic_ai_gets_objects_by_tools_and_by_json_schema_whole_and_streamed(model: OpenAIChatModel) -> None:
@@ -215,7 +236,7 @@ async def test_pydantic_ai_gets_objects_by_tools_and_by_json_schema_whole_and_st
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-async def test_curl_gets_answers_whole_and_streamed_and_refusals_with_their_status(url: str) -> None:
+async def test_curl_gets_answers_whole_and_streamed_and_refusals_with_their_status(url: str, answer: str) -> None:
     async def post(options: str, **body: Any) -> str:
         json_body = json.dumps(body)
         command = f"curl -sSN {options} {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json_body}'"
@@ -224,10 +245,11 @@ async def test_curl_gets_answers_whole_and_streamed_and_refusals_with_their_stat
         assert process.returncode == 0
         return output.decode()
 
-    whole = json.loads(await post("--fail", messages=ASKED, temperature=0))
-    assert whole["choices"][0]["message"]["content"] == ANSWER
-    *events, done = (await post("--fail", messages=ASKED, temperature=0, stream=True)).strip().split("\n\n")
+    asked: dict[str, Any] = {"messages": ASKED, "temperature": 0, "max_tokens": ANSWER_TOKENS}
+    whole = json.loads(await post("--fail", **asked))
+    assert whole["choices"][0]["message"]["content"] == answer
+    *events, done = (await post("--fail", **asked, stream=True)).strip().split("\n\n")
     assert done == "data: [DONE]"
     deltas = [json.loads(event.removeprefix("data: "))["choices"][0]["delta"] for event in events]
-    assert "".join(delta.get("content") or "" for delta in deltas) == ANSWER
+    assert "".join(delta.get("content") or "" for delta in deltas) == answer
     assert await post("-o /dev/null -w '%{http_code}'") == "400"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.tokenizers_cache import default_model_file
+from support.shallow_model import shallow_model_file
 
 from asyncengine.config import EngineConfig
 from asyncengine.sampling import SamplingParams
@@ -43,7 +43,7 @@ TEXTS = (
 
 @cache
 def prompts() -> tuple[np.ndarray, ...]:
-    tokenizer = load_tokenizer(str(default_model_file())).tokenizer
+    tokenizer = load_tokenizer(str(shallow_model_file())).tokenizer
     return tuple(np.array(tokenizer.encode(text).ids, np.int32) for text in TEXTS)
 
 
@@ -61,7 +61,7 @@ class LocalEngine:
             max_num_batched_tokens=max_num_batched_tokens,
         )
         self.executor: Executor = build_executor(
-            config, str(default_model_file()), lambda *_: None, num_slots=num_slots_for(MAX_NUM_SEQS)
+            config, str(shallow_model_file()), lambda *_: None, num_slots=num_slots_for(MAX_NUM_SEQS)
         )
         self.scheduler = Scheduler(
             num_pages=self.executor.num_pages,

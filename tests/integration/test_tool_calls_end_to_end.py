@@ -1,6 +1,6 @@
 """Tool calls behind the real HTTP endpoint, asked for by the real `openai` client.
 
-The model has no sense of its own (`support.babbling_model`); the real SmolLM2 calls tools in `test_real_clients.py`."""
+The model has no sense of its own (`support.babbling_model`); more clients call tools in `test_real_clients.py`."""
 
 from __future__ import annotations
 
