@@ -1,6 +1,4 @@
-"""The embedded model's file, and transformers' model of weights dequantised here.
-
-`gguf.GGUFReader` is not used: it takes seconds for the vocabulary."""
+"""The embedded model's file, and transformers' model of weights dequantised here."""
 
 from __future__ import annotations
 
@@ -16,8 +14,6 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-from gpu_runner.models.gguf_header import read_header
 
 VOCAB_SIZE = 49152
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 9, 3, 64
@@ -52,13 +48,12 @@ def random_prompts(count: int) -> list[list[int]]:
 
 def transformers_model(path: Path) -> LlamaForCausalLM:
     """path: of SmolLM2's file, or of one with some of its layers."""
-    data = path.read_bytes()
-    header = read_header(memoryview(data))
+    tensors = gguf.GGUFReader(path).tensors
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=NUM_HEADS * HEAD_DIM,
         intermediate_size=1536,
-        num_hidden_layers=header.metadata["llama.block_count"],
+        num_hidden_layers=sum(tensor.name.endswith("attn_q.weight") for tensor in tensors),
         num_attention_heads=NUM_HEADS,
         num_key_value_heads=NUM_KV_HEADS,
         max_position_embeddings=8192,
@@ -67,15 +62,14 @@ def transformers_model(path: Path) -> LlamaForCausalLM:
         tie_word_embeddings=True,
     )
     weights: dict[str, Tensor] = {}
-    for own_name, tensor in header.tensors.items():
-        raw = np.frombuffer(data, np.uint8, tensor.num_bytes, tensor.start).reshape(*tensor.shape[:-1], -1)
-        values = gguf.dequantize(raw, tensor.kind)
-        if re.search(r"attn_[qk]\.weight", own_name):
-            heads = NUM_HEADS if "attn_q" in own_name else NUM_KV_HEADS
+    for tensor in tensors:
+        values = np.array(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+        if re.search(r"attn_[qk]\.weight", tensor.name):
+            heads = NUM_HEADS if "attn_q" in tensor.name else NUM_KV_HEADS
             order = np.arange(HEAD_DIM).reshape(HEAD_DIM // 2, 2).T.ravel()  # 0, 2, 4, ... then 1, 3, 5, ...
             values = values.reshape(heads, HEAD_DIM, -1)[:, order].reshape(values.shape)
-        (name,) = [re.sub(old, new, own_name) for old, new in NAMES.items() if re.fullmatch(old, own_name)]
-        weights[name] = torch.from_numpy(values if values.flags.writeable else values.copy())
+        (name,) = [re.sub(old, new, tensor.name) for old, new in NAMES.items() if re.fullmatch(old, tensor.name)]
+        weights[name] = torch.from_numpy(values)
     with torch.device("meta"):  # no random weights, which take as long to draw as these to read
         model = LlamaForCausalLM(config).eval()
     result = model.load_state_dict(weights, strict=False, assign=True)
