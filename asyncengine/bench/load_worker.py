@@ -106,8 +106,9 @@ class LoadWorker:
                 **({"service_class": job.service_class} if job.service_class else {}),
             }
         )
+        host = f"[{task.host}]" if ":" in task.host else task.host
         headers = {
-            "Host": f"{task.host}:{task.port}",
+            "Host": f"{host}:{task.port}",
             "Content-Type": "application/json",
             "Content-Length": str(len(body)),
             "Connection": "close",

@@ -22,7 +22,8 @@ from support.python_path import PYTHON_PATH
 
 from asyncengine.bench.exchange import Exchange, judge
 from asyncengine.bench.load import load, split
-from asyncengine.bench.records import Job, Record
+from asyncengine.bench.load_worker import LoadWorker
+from asyncengine.bench.records import Job, Record, Task
 from asyncengine.bench.report import print_summary, summarize
 from asyncengine.bench.workload import Load, make_jobs, prompt_ids, read_trace
 from asyncengine.cli import build_parser, main
@@ -115,6 +116,13 @@ def test_processes_share_the_jobs_and_the_concurrency() -> None:
     assert [[job.index for job in share] for share, _ in shares] == [[0, 3, 6], [1, 4], [2, 5]]
     assert [lanes for _, lanes in shares] == [2, 2, 1]
     assert [lanes for _, lanes in split(jobs, None, 2)] == [None, None]
+
+
+@pytest.mark.parametrize(("host", "named"), [("127.0.0.1", "127.0.0.1:8000"), ("::1", "[::1]:8000")])
+def test_a_request_names_the_server_as_the_url_does(host: str, named: str) -> None:
+    shape: dict[str, Any] = {"concurrency": 1, "vocab": (5, 6), "seed": 0, "timeout_s": 1.0}
+    task = Task(host=host, port=8000, path="/v1", headers={}, model="m", jobs=[Job(0, 0.0, 2, 1)], **shape)
+    assert f"\r\nHost: {named}\r\n".encode() in LoadWorker(task)._requests[0]
 
 
 # ------------------------------------------------------------------------------------------------ what comes back
