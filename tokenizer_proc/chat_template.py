@@ -39,10 +39,12 @@ class _TooLong(Exception):
 @dataclass(frozen=True, slots=True)
 class Rendered:
     """A conversation as the model wants it. `marker`: a character that is not part of the text and cuts what would
-    otherwise read as a control token; "" when there is none."""
+    otherwise read as a control token; "" when there is none. continued: of the message that the text ends within, the
+    whole; "" when there is none."""
 
     text: str
     marker: str
+    continued: str = ""
 
 
 class ChatTemplate:
@@ -80,14 +82,15 @@ class ChatTemplate:
         """Raises `InvalidRequestError` when the template rejects the messages, fails, or takes too long, or when the
         last one is not to be continued."""
         try:
-            end = ""
+            end = continued = ""
             if continue_final_message:
                 end = self._control_tokens.unused_char([messages, kwargs], reserved=self._source)
-                messages = [*messages[:-1], _ending_in(end, messages[-1])]
+                continued = _continued(messages[-1])
+                messages = [*messages[:-1], {**messages[-1], "content": continued + end}]
             adapted = [self._adapt(message) for message in messages]
             marked, marker = self._control_tokens.mark([adapted, kwargs], reserved=self._source)
             text = self._run(marked[0], marked[1], add_generation_prompt and not continue_final_message)
-            return Rendered(_cut(text, end) if end else text, marker)
+            return Rendered(_cut(text, end) if end else text, marker, continued)
         except TemplateRefusal as error:
             _refuse(f"the chat template rejects these messages: {error.message}", error)
         except DeadlineExceeded as error:
@@ -136,18 +139,18 @@ class ChatTemplate:
         return _PROBE in text and "'text'" not in text
 
 
-def _ending_in(end: str, message: dict[str, Any]) -> dict[str, Any]:
-    """`message` with a sign behind its text, which shows where that ends once it is part of a prompt."""
+def _continued(message: dict[str, Any]) -> str:
     content = message.get("content")
     if message["role"] != "assistant" or message.get("tool_calls") or not isinstance(content, str) or not content:
         raise InvalidRequestError(
             "continue_final_message needs a last message of the assistant, with a text and without calls",
             param="continue_final_message",
         )
-    return {**message, "content": content + end}
+    return content
 
 
 def _cut(text: str, end: str) -> str:
+    """What is before `end`, a sign behind the last message's text, which shows where that ends in a prompt."""
     continued, *rest = text.split(end)
     if len(rest) != 1:
         raise InvalidRequestError(

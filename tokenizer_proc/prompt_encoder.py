@@ -205,8 +205,11 @@ def _check_prompt_logprobs(prompt_tokens: int, params: SamplingParams) -> None:
 
 
 def _leaves_open(rendered: Rendered, tag: str) -> bool:
-    """Whether the model is to go on within a block that the template has opened."""
-    return rendered.text.rstrip().endswith(tag)
+    """Whether the model is to go on within a block that the template has opened, or the message that is continued."""
+    if rendered.text.rstrip().endswith(tag):
+        return True
+    block = tag + rendered.text.rpartition(tag)[2].replace(rendered.marker, "")
+    return rendered.continued.endswith(block) and tag.replace("<", "</") not in block
 
 
 def read_ids(data: bytes) -> Int32:

@@ -88,6 +88,18 @@ async def test_a_prompt_that_ends_with_the_users_own_words_opens_nothing(server:
     assert await parts(server, stream=stream, **asked) == (None, "I <b think.\n</think>\n\nYes ")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_reasoning_that_is_to_be_continued_goes_on_until_it_is_closed(server: Server, stream: bool) -> None:
+    async def after(begun: str, **asked: Any) -> tuple[str | None, str]:
+        messages = [*MESSAGES, {"role": "assistant", "content": begun}]
+        return await parts(server, stream=stream, messages=messages, continue_final_message=True, **asked)
+
+    for begun in ("<think>", "<think>\nSo", "Well. <think>So <|im_end|> is"):
+        assert await after(begun) == ("I <b think.", "Yes <think>."), begun
+    for begun in ("So", "<think>So</think>", "<think>So</think>\n\nYes, "):
+        assert await after(begun, stop=["<think>"]) == (None, "I <b think.\n</think>\n\nYes "), begun
+
+
 async def test_logprobs_and_stop_strings_know_nothing_of_the_tag_that_the_prompt_had(server: Server) -> None:
     body = {"messages": MESSAGES, "logprobs": True, "stop": ["<think>"], "return_token_ids": True}
     _, answer = await server.post(CHAT, body)
