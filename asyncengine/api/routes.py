@@ -129,7 +129,7 @@ class Routes:
             ),
             Endpoint(
                 method="POST",
-                path="/v1/sessions/{session}/release",
+                path="/v1/sessions/{session:[^/]+}/release",
                 name="release_session",
                 summary="Keep a session's prefix no longer",
                 handler=self.release_session,

@@ -78,6 +78,12 @@ async def test_a_header_that_is_no_name_is_as_if_it_were_not_there(
             assert re.fullmatch(expected, (await response.json())["id"])
 
 
+async def test_a_session_of_any_name_is_released(server: Server, backend: FakeBackend) -> None:
+    async with AsyncClient(server.url) as client:
+        await client.release_session("{a}/%2F ü")
+    assert backend.released == [("", "{a}/%2F ü")]
+
+
 async def test_a_running_request_is_cancelled_by_its_id_and_no_other_is_found(
     server: Server, backend: FakeBackend
 ) -> None:
