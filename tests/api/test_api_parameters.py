@@ -134,10 +134,14 @@ STRUCTURES: dict[str, dict[str, Any]] = {
     "choice": {"choice": ["a"]},
     "grammar": {"grammar": 'start: "a"'},
 }
+VLLMS_UNSET = {"structural_tag", "whitespace_pattern", "disable_fallback", "disable_any_whitespace"} | {
+    *("disable_additional_properties", "_backend", "_backend_was_auto")
+}
+"""See `test_api_structured.py`."""
 
 
 async def test_every_kind_of_structure_is_another_one(server: Server, backend: FakeBackend) -> None:
-    assert set(STRUCTURES) == set(StructuredOutputs.__struct_fields__)
+    assert set(STRUCTURES) == set(StructuredOutputs.__struct_fields__) - VLLMS_UNSET
     asked = [
         await outcome(server, backend, COMPLETIONS, {"structured_outputs": structure})
         for structure in STRUCTURES.values()
