@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from asyncengine.api.json_body import decode_body
-from asyncengine.api.request_messages import Messages, Name
+from asyncengine.api.request_messages import Messages, Name, unread
 from asyncengine.api.structured import ResponseFormat, StructuredOutputs, structured_of
 from asyncengine.api.tools import ToolChoice, Tools
 from asyncengine.api.unknown_fields import decode_conversation
@@ -255,7 +255,8 @@ def parse_chat(body: bytes) -> Parsed[ChatRequest]:
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequestError("top_logprobs is only allowed when logprobs is true", param="top_logprobs")
     given = decode_body(body, FIELDS)
-    return Parsed(request, ignored_fields(given, ChatRequest.__struct_fields__, NO_EFFECT_IN_CHAT) + places)
+    ignored = ignored_fields(given, ChatRequest.__struct_fields__, NO_EFFECT_IN_CHAT)
+    return Parsed(request, ignored + places + unread(request.messages))
 
 
 def _check_stream_options(request: GenerationRequest) -> None:

@@ -112,8 +112,9 @@ MESSAGE_FIELDS: dict[str, Any] = {
     "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
     "tool_call_id": "1",
 }
-NULL_OR_EMPTY = {"refusal", "audio", "function_call", "annotations"}
-WITHOUT_NEWS = NULL_OR_EMPTY | {"cache_control", "id", "metadata", "parsed", "provider_specific_fields"}
+WITHOUT_NEWS = {"refusal", "audio", "function_call", "annotations"} | {
+    *("cache_control", "id", "metadata", "parsed", "provider_specific_fields")
+}
 """See `test_nested_fields.py`."""
 
 
