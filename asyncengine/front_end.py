@@ -34,7 +34,14 @@ from asyncengine.links import Links, Lives
 from asyncengine.metrics import Totals, read_totals
 from asyncengine.open_requests import OpenRequest, OpenRequests
 from asyncengine.other_workers import OtherWorkers
-from asyncengine.prompt_messages import TokenizedPrompt, check_params, pack_ids, prompt_message, question_message
+from asyncengine.prompt_messages import (
+    TokenizedPrompt,
+    check_params,
+    pack_ids,
+    prompt_message,
+    question_message,
+    unpacked,
+)
 from asyncengine.questions import Questions
 from asyncengine.recovery import Recovery
 from asyncengine.request_terms import TenantTerms, check_session, resolve_terms
@@ -180,6 +187,7 @@ class FrontEnd:
     async def detokenize(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens included. Raises `EngineError`."""
         self._check_ready()
+        ids = unpacked(ids)
         if isinstance(ids, list | tuple) and not ids:
             return ""
         packed = pack_ids(ids, self.info.vocab_size, name="tokens")

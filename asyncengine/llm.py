@@ -15,6 +15,7 @@ from asyncengine.engine_info import EngineInfo
 from asyncengine.errors import InvalidRequestError
 from asyncengine.loop_thread import LoopThread
 from asyncengine.outputs import RequestOutput
+from asyncengine.prompt_messages import unpacked
 from asyncengine.request_terms import AskedTerms, resolve_terms
 from asyncengine.sampling import SamplingParams
 from asyncengine.startup_progress import StartupProgress
@@ -76,7 +77,7 @@ class LLM:
         use_tqdm: bool = True,
         **terms: Unpack[AskedTerms],
     ) -> list[RequestOutput]:
-        """One answer for each prompt, in their order. prompts: texts or lists of token ids, or a single one.
+        """One answer for each prompt, in their order. prompts: texts, lists or arrays of token ids, or a single one.
 
         sampling_params: for all prompts, or one for each. use_tqdm: show a progress bar on stderr. terms: see
         `AskedTerms`; of all prompts, and with a session there is one.
@@ -86,6 +87,7 @@ class LLM:
         turns out too long) is the `error` of that prompt's answer, and the others go on. Raises `EngineDeadError`.
         KeyboardInterrupt cancels everything; the engine can be used again.
         """
+        prompts = unpacked(prompts)
         if isinstance(prompts, str) or (isinstance(prompts, list | tuple) and prompts and isinstance(prompts[0], int)):
             return self._run([prompts], sampling_params, use_tqdm, terms)  # type: ignore[list-item]
         return self._run(prompts, sampling_params, use_tqdm, terms)  # type: ignore[arg-type]
@@ -142,6 +144,7 @@ class LLM:
             raise InvalidRequestError(
                 f"prompts must be one prompt or a list of them, got {type(prompts).__name__}", param="prompts"
             )
+        prompts = [unpacked(prompt) for prompt in prompts]
         if sampling_params is None:
             sampling_params = SamplingParams()
         if isinstance(sampling_params, SamplingParams):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence, Sized
+from typing import Any
 
 import msgspec
 
@@ -116,8 +117,9 @@ def check_params(params: SamplingParams) -> None:
 
 
 def plain_prompt(prompt: str | Sequence[int] | ChatPrompt) -> str | Sequence[int] | ChatPrompt:
-    """`prompt`; a text of a subclass, such as numpy's, as one that messages can hold. Raises `InvalidRequestError` for
-    what is no prompt."""
+    """`prompt`; a text of a subclass, such as numpy's, or an array of ids as what messages can hold. Raises
+    `InvalidRequestError` for what is no prompt."""
+    prompt = unpacked(prompt)
     if isinstance(prompt, str):
         return prompt if type(prompt) is str else str(prompt)
     if not isinstance(prompt, ChatPrompt | Sized) or isinstance(prompt, bytes | bytearray | Mapping):
@@ -125,6 +127,11 @@ def plain_prompt(prompt: str | Sequence[int] | ChatPrompt) -> str | Sequence[int
             f"a prompt must be a text, a list of token ids or a ChatPrompt, got {type(prompt).__name__}", param="prompt"
         )
     return prompt
+
+
+def unpacked(value: Any) -> Any:
+    """An array, numpy's or another that has `tolist`, as a list of its values; any other value as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def pack_ids(ids: Sequence[int], vocab_size: int, *, name: str = "prompt") -> bytes:

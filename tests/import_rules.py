@@ -25,7 +25,11 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "tokenizer_proc": ("tokenizer_proc", *WIRE_CONTRACT, "asyncengine.tokenizer_file"),
     "detokenizer_proc": ("detokenizer_proc", *WIRE_CONTRACT, "asyncengine.tokenizer_file"),
     "gpu_runner": ("gpu_runner", *WIRE_CONTRACT),
-    "gpu_runner.grammar.child": ("gpu_runner.grammar.child", *WIRE_CONTRACT, "asyncengine.tokenizer_file"),
+    "gpu_runner.grammar.child": (
+        "gpu_runner.grammar.child",
+        *WIRE_CONTRACT,
+        *("asyncengine.schema_formats", "asyncengine.tokenizer_file"),
+    ),
     "gpu_runner.kernels": ("gpu_runner.kernels", "asyncengine.config"),
     "gpu_runner.models": (
         "gpu_runner.models",

@@ -16,6 +16,7 @@ import msgspec
 from asyncengine.api.reasoning import THINK, THINK_END
 from asyncengine.api.tool_calls import HermesParser
 from asyncengine.config import ToolCallFormat
+from asyncengine.schema_formats import enforceable
 
 WHITE_SPACE = r" |\n[ \t]{0,24}"
 """Between two tokens of the arguments. It has an end, so that a model that likes it comes to one too."""
@@ -107,5 +108,5 @@ class AnswerGrammar:
 
 
 def _json(schema: dict[str, Any]) -> str:
-    bounded = {**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
+    bounded = {**enforceable(schema), "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
     return f"%json {json.dumps(bounded, ensure_ascii=False)}"

@@ -3,11 +3,13 @@
 An answer's message may come back as a client holds it: with what is null or empty in every answer of this server, with
 `index` as its chunks had it, with the reasoning under the name that other servers give it, and with what the client
 itself has made of it (`parsed`, `parsed_arguments`) or notes beside it, which says nothing that is not in the text.
-Whoever asks for a cache has one. Any other field is reported, for nobody acts on it.
+Whoever asks for a cache has one. Any other field is reported, for nobody acts on it, and so is what another server has
+put into a field that is empty in answers of this one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -54,7 +56,8 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One turn of a conversation. reasoning: another name of `reasoning_content`, which counts where both are there."""
+    """One turn of a conversation. reasoning: another name of `reasoning_content`, which counts where both are there.
+    refusal: stands in the place of an assistant's content."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[ContentPart], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
@@ -63,10 +66,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     reasoning: str | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOL_CALLS)] | None = None
     tool_call_id: Name | None = None
-    refusal: None = None
+    refusal: str | None = None
     audio: None = None
     function_call: None = None
-    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
+    annotations: list[Any] | None = None
     parsed: ClientsOwn = UNSET
     cache_control: ClientsOwn = UNSET
     id: ClientsOwn = UNSET
@@ -75,6 +78,17 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
 
 
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+def unread(messages: Sequence[Message]) -> list[str]:
+    """The places of known fields that have something to say and that nobody reads."""
+    places = []
+    for position, message in enumerate(messages):
+        if message.annotations:
+            places.append(f"messages[{position}].annotations")
+        if message.refusal and not _refused(message):
+            places.append(f"messages[{position}].refusal")
+    return places
 
 
 def template_message(message: Message, where: str) -> dict[str, object]:
@@ -106,8 +120,12 @@ def _reasoning(message: Message) -> str | None:
     return message.reasoning if message.reasoning_content is None else message.reasoning_content
 
 
+def _refused(message: Message) -> bool:
+    return message.role == "assistant" and bool(message.refusal) and not message.content
+
+
 def _text(message: Message, where: str) -> str:
-    content = message.content
+    content = message.refusal if _refused(message) else message.content
     if isinstance(content, str):
         return content
     if content is None and message.role == "assistant" and (message.tool_calls or _reasoning(message)):

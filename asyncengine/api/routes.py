@@ -25,7 +25,6 @@ from asyncengine.api.schema import (
     GenerationRequest,
     Parsed,
     R,
-    RequestName,
     parse_chat,
     parse_completion,
 )
@@ -41,11 +40,15 @@ from asyncengine.api.stream_events import ChatCompletionChunkJson, CompletionChu
 from asyncengine.api.unsupported import NO_EFFECT_IN_CHAT, NO_EFFECT_IN_COMPLETIONS
 from asyncengine.engine_info import EngineInfo
 from asyncengine.errors import InvalidRequestError
-from asyncengine.request_terms import REQUEST_NAME
 from asyncengine.sampling import SamplingParams
 from asyncengine.telemetry import current_trace
 
-REQUEST_ID = Header(name="X-Request-Id", kind=RequestName, description="As `request_id`, and before it")
+REQUEST_ID = Header(
+    name="X-Request-Id",
+    kind=str,
+    description="As `request_id`, and before it, if it is up to 128 visible characters of ASCII",
+)
+_PROXYS_NAME = re.compile(r"[!-~]{1,128}")
 
 
 class ModelJson(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,7 +120,7 @@ class Routes:
             ),
             Endpoint(
                 method="POST",
-                path="/v1/requests/{id}/cancel",
+                path="/v1/requests/{id:[^/]+}/cancel",  # by itself {id} takes no braces
                 name="cancel",
                 summary="End a running request; its id is that of its answer",
                 handler=self.cancel,
@@ -126,7 +129,7 @@ class Routes:
             ),
             Endpoint(
                 method="POST",
-                path="/v1/sessions/{session}/release",
+                path="/v1/sessions/{session:[^/]+}/release",
                 name="release_session",
                 summary="Keep a session's prefix no longer",
                 handler=self.release_session,
@@ -289,8 +292,6 @@ def check_model(name: str | None, info: EngineInfo) -> None:
 
 
 def _request_name(request: web.Request) -> str | None:
-    """What the client, or a proxy, calls this request."""
-    name = request.headers.get(REQUEST_ID.name)
-    if name is not None and not re.fullmatch(REQUEST_NAME, name):
-        raise InvalidRequestError(f"the {REQUEST_ID.name} header must match {REQUEST_NAME}", code="invalid_header")
-    return name
+    """What the client, or a proxy, calls this request. A proxy's names are its own: an unusable one is none."""
+    name = request.headers.get(REQUEST_ID.name, "")
+    return name if _PROXYS_NAME.fullmatch(name) else None

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from asyncengine.api.json_body import decode_body
-from asyncengine.api.request_messages import Messages, Name
+from asyncengine.api.request_messages import Messages, Name, unread
 from asyncengine.api.structured import ResponseFormat, StructuredOutputs, structured_of
 from asyncengine.api.tools import ToolChoice, Tools
 from asyncengine.api.unknown_fields import decode_conversation
@@ -151,37 +151,41 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         """`error` in terms of what the client sent: `SamplingParams` has one name where a body has two."""
         if error.param == "structured_outputs":
             return InvalidRequestError(error.message, code=error.code, param=self.structure_field)
-        if error.param == "max_tokens" and self.max_completion_tokens is not None:
+        if error.param in ("max_tokens", "min_tokens") and self.max_completion_tokens is not None:
             name = "max_completion_tokens"
-            return InvalidRequestError(error.message.replace(error.param, name), code=error.code, param=name)
+            message, param = (text.replace("max_tokens", name) for text in (error.message, error.param))
+            return InvalidRequestError(message, code=error.code, param=param)
         return error
 
     def sampling_params(self) -> SamplingParams:
         """Raises `InvalidRequestError` where fields contradict each other."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return SamplingParams(
-            n=self.num_choices,
-            max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
-            min_tokens=self.min_tokens or 0,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=self.top_k or 0,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            min_p=self.min_p or 0.0,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
-            logit_bias=tuple((self.logit_bias or {}).items()),
-            logprobs=self.num_logprobs,
-            prompt_logprobs=self.num_prompt_logprobs,
-            seed=self.seed,
-            stop=stop,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=bool(self.ignore_eos),
-            skip_special_tokens=self.skip_special_tokens is not False,
-            include_stop_str_in_output=bool(self.include_stop_str_in_output),
-            priority=self.priority or 0,
-            structured=structured_of(self.response_format, self.structured_outputs),
-        )
+        try:
+            return SamplingParams(
+                n=self.num_choices,
+                max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+                min_tokens=self.min_tokens or 0,
+                temperature=1.0 if self.temperature is None else self.temperature,
+                top_k=self.top_k or 0,
+                top_p=1.0 if self.top_p is None else self.top_p,
+                min_p=self.min_p or 0.0,
+                presence_penalty=self.presence_penalty or 0.0,
+                frequency_penalty=self.frequency_penalty or 0.0,
+                repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+                logit_bias=tuple((self.logit_bias or {}).items()),
+                logprobs=self.num_logprobs,
+                prompt_logprobs=self.num_prompt_logprobs,
+                seed=self.seed,
+                stop=stop,
+                stop_token_ids=tuple(self.stop_token_ids or ()),
+                ignore_eos=bool(self.ignore_eos),
+                skip_special_tokens=self.skip_special_tokens is not False,
+                include_stop_str_in_output=bool(self.include_stop_str_in_output),
+                priority=self.priority or 0,
+                structured=structured_of(self.response_format, self.structured_outputs),
+            )
+        except InvalidRequestError as error:
+            raise self.refusal(error) from None
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
@@ -255,7 +259,8 @@ def parse_chat(body: bytes) -> Parsed[ChatRequest]:
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequestError("top_logprobs is only allowed when logprobs is true", param="top_logprobs")
     given = decode_body(body, FIELDS)
-    return Parsed(request, ignored_fields(given, ChatRequest.__struct_fields__, NO_EFFECT_IN_CHAT) + places)
+    ignored = ignored_fields(given, ChatRequest.__struct_fields__, NO_EFFECT_IN_CHAT)
+    return Parsed(request, ignored + places + unread(request.messages))
 
 
 def _check_stream_options(request: GenerationRequest) -> None:

@@ -21,6 +21,7 @@ Text = Annotated[str, Meta(min_length=1, max_length=MAX_STRUCTURED_BYTES)]
 Choices = Annotated[
     list[Annotated[str, Meta(max_length=MAX_STRUCTURED_BYTES)]], Meta(min_length=1, max_length=MAX_CHOICES)
 ]
+Unset = Annotated[bool, Meta(extra_json_schema={"const": False})]
 
 
 class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,13 +39,21 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """At most one of them. json: null is none."""
+    """At most one of the first five. json: null is none. The others are what vLLM's own type has beside them, which its
+    clients send as it is: they may say nothing."""
 
     json: msgspec.Raw | UnsetType = UNSET
     json_object: bool | None = None
     regex: Text | None = None
     choice: Choices | None = None
     grammar: Text | None = None
+    structural_tag: None = None
+    whitespace_pattern: None = None
+    disable_fallback: Unset | None = None
+    disable_any_whitespace: Unset | None = None
+    disable_additional_properties: Unset | None = None
+    _backend: None = None
+    _backend_was_auto: Unset | None = None
 
 
 def structured_of(response_format: ResponseFormat | None, outputs: StructuredOutputs | None) -> Structured | None:
@@ -79,6 +88,12 @@ def _of_format(response_format: ResponseFormat) -> Structured:
 
 
 def _of_outputs(outputs: StructuredOutputs) -> list[Structured]:
+    for name in ("disable_fallback", "disable_any_whitespace", "disable_additional_properties", "_backend_was_auto"):
+        if getattr(outputs, name):
+            param = f"structured_outputs.{name}"
+            raise InvalidRequestError(
+                f"{param} is not supported by this server", code="unsupported_parameter", param=param
+            )
     found = []
     if outputs.json is not UNSET and bytes(outputs.json) != b"null":
         found.append(_json(outputs.json, "structured_outputs.json"))

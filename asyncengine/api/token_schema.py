@@ -6,7 +6,7 @@ import msgspec
 
 from asyncengine.api.json_body import decode_body
 from asyncengine.api.prompts import conversation
-from asyncengine.api.request_messages import Messages, Name
+from asyncengine.api.request_messages import Messages, Name, unread
 from asyncengine.api.schema import FIELDS, Parsed, TemplateKwargs, TokenId
 from asyncengine.api.tools import Tools, template_tools
 from asyncengine.api.unknown_fields import decode_conversation
@@ -79,7 +79,8 @@ def parse_tokenize(body: bytes) -> Parsed[TokenizeRequest]:
     """Raises `InvalidRequestError`."""
     request, places = decode_conversation(body, _TOKENIZE)
     given = decode_body(body, FIELDS)
-    return Parsed(request, ignored_fields(given, TokenizeRequest.__struct_fields__, NO_EFFECT_IN_TOKENIZE) + places)
+    ignored = ignored_fields(given, TokenizeRequest.__struct_fields__, NO_EFFECT_IN_TOKENIZE)
+    return Parsed(request, ignored + places + unread(request.messages or ()))
 
 
 def parse_detokenize(body: bytes) -> Parsed[DetokenizeRequest]:

@@ -462,6 +462,13 @@ async def test_a_limit_that_does_not_fit_is_named_as_the_client_named_it(
         assert (error["param"], error["message"]) == (name, f"{name} 5000 is too much")
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+async def test_the_limit_that_min_tokens_exceeds_is_named_as_the_client_named_it(server: Server, name: str) -> None:
+    for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": [USER]})):
+        error = await refused(server, path, {**body, name: 3, "min_tokens": 5})
+        assert (error["param"], error["message"]) == ("min_tokens", f"min_tokens (5) must not exceed {name} (3)")
+
+
 async def test_a_nul_is_a_character_like_any_other(server: Server, backend: FakeBackend) -> None:
     backend.pieces = ("a\0b",)
     status, answer = await server.post(COMPLETIONS, {"prompt": "AB\0CD"})

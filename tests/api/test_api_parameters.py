@@ -112,8 +112,9 @@ MESSAGE_FIELDS: dict[str, Any] = {
     "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
     "tool_call_id": "1",
 }
-NULL_OR_EMPTY = {"refusal", "audio", "function_call", "annotations"}
-WITHOUT_NEWS = NULL_OR_EMPTY | {"cache_control", "id", "metadata", "parsed", "provider_specific_fields"}
+WITHOUT_NEWS = {"refusal", "audio", "function_call", "annotations"} | {
+    *("cache_control", "id", "metadata", "parsed", "provider_specific_fields")
+}
 """See `test_nested_fields.py`."""
 
 
@@ -134,10 +135,14 @@ STRUCTURES: dict[str, dict[str, Any]] = {
     "choice": {"choice": ["a"]},
     "grammar": {"grammar": 'start: "a"'},
 }
+VLLMS_UNSET = {"structural_tag", "whitespace_pattern", "disable_fallback", "disable_any_whitespace"} | {
+    *("disable_additional_properties", "_backend", "_backend_was_auto")
+}
+"""See `test_api_structured.py`."""
 
 
 async def test_every_kind_of_structure_is_another_one(server: Server, backend: FakeBackend) -> None:
-    assert set(STRUCTURES) == set(StructuredOutputs.__struct_fields__)
+    assert set(STRUCTURES) == set(StructuredOutputs.__struct_fields__) - VLLMS_UNSET
     asked = [
         await outcome(server, backend, COMPLETIONS, {"structured_outputs": structure})
         for structure in STRUCTURES.values()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import version
 
 import pytest
 from api_server import CHAT, COMPLETIONS, Server
 from fake_backend import MODEL, FakeBackend
 
+from asyncengine.client import AsyncClient
 from asyncengine.engine_info import Health
 from asyncengine.errors import CrashingRequestError, OverloadedError
 
@@ -53,12 +55,33 @@ async def test_names_that_are_none_are_refused(server: Server, backend: FakeBack
     assert backend.calls == []
 
 
-async def test_a_header_that_is_no_name_is_refused(server: Server, backend: FakeBackend) -> None:
-    headers = {"X-Request-Id": "a b"}
+@pytest.mark.parametrize("name", ["Zm9v/YmF+cg==", "{}<\"'>%2F?#;,&\\", "x" * 128])
+async def test_a_proxys_name_is_taken_and_cancels(server: Server, backend: FakeBackend, name: str) -> None:
+    headers = {"X-Request-Id": name}
     async with server.session.post(server.url + COMPLETIONS, json={"prompt": "a"}, headers=headers) as response:
-        assert response.status == 400
-        assert (await response.json())["error"]["code"] == "invalid_header"
-    assert backend.calls == []
+        assert (response.status, (await response.json())["id"]) == (200, f"cmpl-{name}")
+    async with AsyncClient(server.url) as client:
+        assert await client.cancel(name)
+    assert ("", f"cmpl-{name}") in backend.cancelled
+
+
+@pytest.mark.parametrize("name", ["", "a b", "\xfc", "x" * 129])
+async def test_a_header_that_is_no_name_is_as_if_it_were_not_there(
+    server: Server, backend: FakeBackend, name: str
+) -> None:
+    headers = {"X-Request-Id": name}
+    for body, expected in (({}, r"cmpl-[0-9a-f]{24}"), ({"request_id": "own"}, "cmpl-own")):
+        async with server.session.post(
+            server.url + COMPLETIONS, json={"prompt": "a"} | body, headers=headers
+        ) as response:
+            assert response.status == 200
+            assert re.fullmatch(expected, (await response.json())["id"])
+
+
+async def test_a_session_of_any_name_is_released(server: Server, backend: FakeBackend) -> None:
+    async with AsyncClient(server.url) as client:
+        await client.release_session("{a}/%2F ü")
+    assert backend.released == [("", "{a}/%2F ü")]
 
 
 async def test_a_running_request_is_cancelled_by_its_id_and_no_other_is_found(

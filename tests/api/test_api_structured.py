@@ -16,6 +16,21 @@ BODIES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "a"},
     CHAT: {"messages": [{"role": "user", "content": "hi"}]},
 }
+VLLMS_OWN: dict[str, Any] = {
+    "json": None,
+    "regex": None,
+    "choice": None,
+    "grammar": None,
+    "json_object": None,
+    "disable_fallback": False,
+    "disable_any_whitespace": False,
+    "disable_additional_properties": False,
+    "whitespace_pattern": None,
+    "structural_tag": None,
+    "_backend": None,
+    "_backend_was_auto": False,
+}
+"""vLLM's parameters of structured output as it writes them when none is set."""
 PATHS = pytest.mark.parametrize("path", BODIES)
 SCHEMA = Structured("json_schema", '{"type": "integer"}')
 
@@ -36,6 +51,9 @@ def outputs(**fields: Any) -> dict[str, Any]:
         ({"response_format": {"type": "text"}}, None),
         (outputs(), None),
         (outputs(json=None, regex=None, json_object=False), None),
+        (outputs(**VLLMS_OWN), None),
+        (outputs(**dict.fromkeys(VLLMS_OWN)), None),
+        (outputs(**VLLMS_OWN | {"json": {"type": "integer"}}), SCHEMA),
         ({"response_format": {"type": "json_object"}}, Structured("json_object")),
         (schema_format({"type": "integer"}), SCHEMA),
         (schema_format({"type": "integer"}, name="n", strict=True, description="d"), SCHEMA),
@@ -82,6 +100,13 @@ async def test_a_structure_reaches_the_engine(
         (outputs(choice=["x" * 1000] * 100), "structured_outputs.choice"),
         (outputs(grammar=""), "structured_outputs.grammar"),
         (outputs(structural_tag="x"), "structured_outputs.structural_tag"),
+        (outputs(whitespace_pattern=" "), "structured_outputs.whitespace_pattern"),
+        (outputs(disable_fallback=True), "structured_outputs.disable_fallback"),
+        (outputs(regex="a", disable_any_whitespace=True), "structured_outputs.disable_any_whitespace"),
+        (outputs(regex="a", disable_additional_properties=True), "structured_outputs.disable_additional_properties"),
+        (outputs(regex="a", _backend="xgrammar"), "structured_outputs._backend"),
+        (outputs(regex="a", _backend_was_auto=True), "structured_outputs._backend_was_auto"),
+        (outputs(regex="a", no_such=None), "structured_outputs.no_such"),
         (outputs(regex="a", choice=["a"]), "structured_outputs"),
         (outputs(regex="a") | {"response_format": {"type": "json_object"}}, "structured_outputs"),
         (outputs(regex="a") | {"ignore_eos": True}, "ignore_eos"),

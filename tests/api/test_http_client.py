@@ -163,11 +163,18 @@ async def test_a_very_long_delta_arrives_whole(client: AsyncClient, backend: Fak
 
 
 @pytest.mark.parametrize(
-    "prompt", ["x\ud800", b"abc", None, 5, np.array([1]), ChatPrompt(messages=[{"role": "user", "content": object()}])]
+    "prompt",
+    ["x\ud800", b"abc", None, 5, np.array([0.5]), ChatPrompt(messages=[{"role": "user", "content": object()}])],
 )
 async def test_what_no_body_can_hold_is_refused_as_such(client: AsyncClient, prompt: Any) -> None:
     with pytest.raises(InvalidRequestError):
         await collect(client.generate(prompt))
+
+
+async def test_an_array_of_ids_is_a_prompt(client: AsyncClient, backend: FakeBackend) -> None:
+    given: Any = np.array([1, 2])
+    await collect(client.generate(given))
+    assert backend.calls[0][0] == [1, 2]
 
 
 async def test_arguments_that_are_none_are_refused_before_anything_is_sent(

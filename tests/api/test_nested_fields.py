@@ -137,10 +137,10 @@ async def test_an_unknown_field_of_a_conversation_is_reported_by_its_place_and_r
 @pytest.mark.parametrize(
     ("place", "name", "same", "others"),
     [
-        ("messages[1]", "refusal", None, ["no"]),
+        ("messages[1]", "refusal", "", [5]),
         ("messages[1]", "audio", None, [{"id": "a"}]),
         ("messages[1]", "function_call", None, [{"name": "f", "arguments": "{}"}]),
-        ("messages[1]", "annotations", [], [[{}]]),
+        ("messages[1]", "annotations", [], [{"a": []}]),
         ("messages[1]", "cache_control", {"type": "ephemeral"}, []),
         ("messages[1]", "id", 1947269257, []),
         ("messages[1]", "metadata", {"trimmed_by": "a plugin"}, []),
@@ -169,7 +169,40 @@ async def test_what_clients_send_along_changes_nothing_or_is_refused(
         status, answer = await server.post(CHAT, with_field(body, place, name, value))
         error = answer["error"]
         assert (status, error["param"]) == (400, f"{place}.{name}")
-        assert error["code"] == "invalid_value" if name in ("id", "annotations") else "unsupported_parameter"
+        assert error["code"] == "invalid_value" if name in ("id", "annotations", "refusal") else "unsupported_parameter"
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+@pytest.mark.parametrize(
+    ("place", "name", "value"),
+    [
+        ("messages[1]", "annotations", [{"type": "url_citation", "url_citation": {"title": "a", "url": "http://b"}}]),
+        ("messages[0]", "annotations", [1]),
+        ("messages[1]", "refusal", "no"),
+        ("messages[0]", "refusal", "no"),
+    ],
+)
+async def test_what_another_server_has_put_beside_a_messages_content_is_reported(
+    server: Server, backend: FakeBackend, path: str, place: str, name: str, value: Any
+) -> None:
+    body = {"messages": TURNS} | ({"add_special_tokens": False} if path == "/tokenize" else {})
+    await server.post(path, body)
+    async with server.session.post(server.url + path, json=with_field(body, place, name, value)) as response:
+        assert (response.status, response.headers.get("x-ignored-fields")) == (200, f"{place}.{name}")
+    assert backend.calls[1:] == backend.calls[:1] * (len(backend.calls) - 1)
+    backend.info = msgspec.structs.replace(backend.info, refuse_unknown_fields=True)
+    status, answer = await server.post(path, with_field(body, place, name, value))
+    assert (status, answer["error"]["param"]) == (400, f"{place}.{name}")
+
+
+@pytest.mark.parametrize("turn", [{}, {"content": None}, {"content": ""}])
+async def test_a_refusal_stands_in_the_place_of_content(
+    server: Server, backend: FakeBackend, turn: dict[str, Any]
+) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "refusal": "No.", **turn}]
+    async with server.session.post(server.url + CHAT, json={"messages": messages}) as response:
+        assert (response.status, "x-ignored-fields" in response.headers) == (200, False)
+    assert typing.cast("Any", backend.calls[0][0]).messages[1] == {"role": "assistant", "content": "No."}
 
 
 @pytest.mark.parametrize(

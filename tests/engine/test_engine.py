@@ -244,7 +244,9 @@ async def test_text_that_is_no_unicode_is_refused(engine: AsyncEngine) -> None:
         await collect(engine.generate(ChatPrompt(messages=[{"role": "user", "content": object()}])))
 
 
-@pytest.mark.parametrize("prompt", [None, 5, b"abc", {"prompt": "abc"}, iter([1]), np.array([1]), ["a"], [[1]]])
+@pytest.mark.parametrize(
+    "prompt", [None, 5, b"abc", {"prompt": "abc"}, iter([1]), np.array([1.5]), np.array([[1]]), ["a"], [[1]]]
+)
 async def test_what_is_no_prompt_is_refused_at_the_edge(engine: AsyncEngine, prompt: Any) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         await collect(engine.generate(prompt))
@@ -259,6 +261,16 @@ async def test_what_is_no_prompt_is_refused_at_the_edge(engine: AsyncEngine, pro
 
 async def test_texts_of_numpy_are_texts(engine: AsyncEngine) -> None:
     assert text_of(await collect(engine.generate(np.array([TEXT])[0]))) == TEXT
+
+
+async def test_arrays_of_ids_are_ids(engine: AsyncEngine) -> None:
+    ids = (await engine.tokenize(TEXT)).ids
+    for kind in (np.int64, np.uint16):
+        given: Any = np.array(ids, kind)
+        assert text_of(await collect(engine.generate(given))) == TEXT
+        assert await engine.detokenize(given) == TEXT
+    empty: Any = np.array([], np.int32)
+    assert await engine.detokenize(empty) == ""
 
 
 async def test_what_no_reader_would_understand_is_refused_before_it_is_sent(engine: AsyncEngine) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from chaos.processes import children_of
 from support.command_line import all_gone
@@ -100,6 +101,15 @@ def test_an_answer_has_all_that_is_known_of_it(llm: LLM) -> None:
 @pytest.mark.parametrize("prompt", ["one two", [40, 41]])
 def test_a_single_prompt_is_a_batch_of_one(llm: LLM, prompt: str | list[int]) -> None:
     assert len(llm.generate(prompt, use_tqdm=False)) == 1
+
+
+def test_arrays_of_ids_are_prompts(llm: LLM) -> None:
+    one: Any = np.array([40, 41])
+    several: list[Any] = [one, [one], [one, [40, 41]], np.array([[40, 41]] * 2)]
+    for prompts in several:
+        answers = llm.generate(prompts, use_tqdm=False)
+        found = [(answer.prompt_token_ids, answer.outputs[0].token_ids, answer.error) for answer in answers]
+        assert found == [([40, 41], [40, 41, EOS], None)] * (1 if prompts is one else len(prompts))
 
 
 def test_no_prompts_give_no_answers(llm: LLM) -> None:

@@ -12,6 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 from support.byte_tokenizer import EOS, byte_tokenizer
 
 from asyncengine.sampling import Structured, StructuredKind
+from asyncengine.schema_formats import ENFORCED_FORMATS
 from gpu_runner.grammar.child.compiler import Compiler, GrammarError
 
 
@@ -65,6 +66,63 @@ def test_texts_of_the_structure_and_no_others(
     structured = Structured(kind, text)
     assert [accepts(compiler, structured, each) for each in good] == [True] * len(good)
     assert [accepts(compiler, structured, each) for each in bad] == [False] * len(bad)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("date", "2024-02-29"),
+        ("date-time", "2024-02-29T10:00:00Z"),
+        ("duration", "P1D"),
+        ("email", "a@b.c"),
+        ("hostname", "a.b"),
+        ("ipv4", "10.0.0.1"),
+        ("ipv6", "::1:2"),
+        ("time", "10:00:00Z"),
+        ("uri", "a:b"),
+        ("uuid", "00000000-0000-4000-8000-000000000000"),
+    ],
+)
+def test_a_text_keeps_to_the_format_of_its_schema(compiler: Compiler, name: str, text: str) -> None:
+    structured = Structured("json_schema", json.dumps({"type": "string", "format": name}))
+    assert accepts(compiler, structured, json.dumps(text))
+    assert not accepts(compiler, structured, '"-"')
+    assert name in ENFORCED_FORMATS
+
+
+def test_only_the_formats_that_are_enforced_are_known_to_the_library(tokenizer: LLTokenizer) -> None:
+    others = ["idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template", "json-pointer"]
+    others += ["relative-json-pointer", "regex", "path", "password", "binary", "byte", "int32"]
+    for name in others:
+        grammar = LLMatcher.grammar_from_json_schema({"type": "string", "format": name})
+        assert LLMatcher(tokenizer, grammar, log_level=0).get_error() == f"Unknown format: {name}"
+    assert not ENFORCED_FORMATS & set(others)
+
+
+def test_a_format_that_no_grammar_knows_is_an_annotation(compiler: Compiler) -> None:
+    path = {"type": "string", "format": "path"}
+    named = dict.fromkeys(("a", "format", "enum", "default", "properties"), path)
+    schema = {
+        "type": "object",
+        "properties": {**named, "b": {"anyOf": [{"type": "array", "prefixItems": [path]}, {"$ref": "#/$defs/format"}]}},
+        "required": [*named, "b"],
+        "additionalProperties": False,
+        "$defs": {"format": {"$ref": "#/shared/x"}},
+        "shared": {"x": {"type": "integer", "format": "int32"}},
+    }
+    structured = Structured("json_schema", json.dumps(schema))
+    texts = dict.fromkeys(named, "~x")
+    assert accepts(compiler, structured, json.dumps(texts | {"b": 1}))
+    assert not accepts(compiler, structured, json.dumps(texts | {"b": "1"}))
+    assert not accepts(compiler, structured, json.dumps(texts | {"a": 1, "b": 1}))
+
+
+def test_an_object_that_is_a_value_keeps_what_is_named_format(compiler: Compiler) -> None:
+    value = {"format": "path"}
+    schema = {"properties": {"a": {"const": value}, "b": {"enum": [value]}}, "required": ["a", "b"], "format": "path"}
+    structured = Structured("json_schema", json.dumps({"type": "object", **schema, "default": value}))
+    assert accepts(compiler, structured, json.dumps({"a": value, "b": value}))
+    assert not accepts(compiler, structured, json.dumps({"a": {}, "b": {}}))
 
 
 def test_once_the_text_is_complete_only_the_end_is_left(compiler: Compiler) -> None:

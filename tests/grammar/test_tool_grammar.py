@@ -100,3 +100,12 @@ def test_json_comes_in_place_of_calls_and_behind_reasoning(model: Model) -> None
     only = grammars.of_json(SCHEMA, think="must")
     assert model.writes(only, 'hm</think>\n{"a": 1}')
     assert not model.writes(only, '{"a": 1}')
+
+
+def test_a_format_that_no_grammar_knows_is_an_annotation_in_arguments_too(model: Model) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "format": "path"}}, "required": ["a"]}
+    grammars = AnswerGrammar("hermes", tokens=model.tags)
+    calls = grammars.of_calls([Function("f", schema)], free=False, several=False, think="none")
+    assert model.writes(calls, F.replace("1", '"~"'))
+    assert not model.writes(calls, F)
+    assert model.writes(grammars.of_json(schema, think="none"), '{"a": "~"}')

@@ -12,6 +12,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from asyncengine.errors import EngineError
 from asyncengine.sampling import Structured
+from asyncengine.schema_formats import enforceable
 
 MAX_JSON_DEPTH = 64
 MAX_REASON_CHARS = 300
@@ -82,6 +83,8 @@ def _json_schema(text: str) -> str:
         text = "{}"
     elif not isinstance(schema, dict):
         raise ValueError("the schema must be an object, or true")
+    elif (kept := enforceable(schema)) != schema:
+        text = json.dumps(kept)
     return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITE_SPACE})
 
 
