@@ -280,7 +280,7 @@ async def test_a_schema_that_takes_for_ever_is_refused_and_nobody_else_notices(e
         slow = asyncio.create_task(complete(url, status=400, structured_outputs={"json": schema}))
         bound = asyncio.create_task(tokens_of(engine, "Rome", known))
         meanwhile = 0
-        free = SamplingParams(max_tokens=200, ignore_eos=True)
+        free = SamplingParams(max_tokens=8000, ignore_eos=True)
         async with aclosing(engine.generate("Rome", free)) as deltas:
             async for delta in deltas:
                 if slow.done():
