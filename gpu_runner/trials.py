@@ -9,7 +9,7 @@ Invariant: while a request is noted, it is alone in each step in flight, and no 
 blamed for a step of somebody else's, however late that one crashes: all others wait meanwhile, suspects or not, those
 that have passed and what ran before the first trial, and a trial begins when the last step of these is done. Wrongly
 blamed is only who is alone at a crash that is nobody's: of a broken device, by memory that another one's steps had
-damaged, by a fault's signal from outside.
+damaged, by a fault's signal from outside; or at one of the code that hears whether another one's structure compiles.
 
 A request has passed when each of its choices has come as far as its front end wants (`Resume.trial_tokens`), or ended.
 """
