@@ -79,8 +79,10 @@ def _dot_ways(linear: Linear, tokens: int) -> Iterator[DotConfig]:
     cuts = [
         DotConfig(rows=64, block_k=128, stages=4, num_warps=4, prefetch_k=512, weight_first=True),
         DotConfig(rows=64, block_k=128, stages=6, num_warps=4, prefetch_k=512, weight_first=True),
-        DotConfig(rows=32, block_k=128, stages=4, num_warps=4, prefetch_k=512),
+        *(DotConfig(rows=32, block_k=128, stages=stages, num_warps=4, prefetch_k=512) for stages in (4, 8)),
         DotConfig(rows=128, block_k=64, stages=5, num_warps=8, prefetch_k=256, weight_first=True),
+        DotConfig(rows=128, block_k=128, stages=4, num_warps=8, prefetch_k=256, weight_first=True),
+        DotConfig(rows=256, block_k=64, stages=5, num_warps=8, prefetch_k=256, weight_first=True),
     ]
     if linear.k < 1024:
         cuts += [
