@@ -11,8 +11,11 @@ so that it reads them. Neither can hide the name that it was loaded from:
     the console                 127.0.0.1:8000      http://127.0.0.1:8000
     the same by an ssh tunnel   localhost:9000      http://localhost:9000
     no page: curl, a client     127.0.0.1:8000      none
+    the same by /etc/hosts      gpu1:8000           none
 
-Ports count for nothing: behind tunnels they differ, and what is served at another port of this machine is its own.
+A `Host` of one label is nobody's in the public DNS, so no site can be rebound from it: programs may use such names.
+Pages may not: a name of the local network can be a stranger's. Ports count for nothing: behind tunnels they differ, and
+what is served at another port of this machine is its own.
 """
 
 from __future__ import annotations
@@ -27,14 +30,16 @@ from asyncengine.api.errors import ForbiddenError, error_response
 from asyncengine.host_names import host_name, is_loopback
 
 MAX_SHOWN_CHARS = 128
+MAX_LABEL_CHARS = 63
+"""RFC 1035, 2.3.4."""
 _WEB_ORIGIN = re.compile(r"https?://(?P<host>.*)", re.IGNORECASE)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def host_check(allowed: Sequence[str]) -> Middleware:
-    """A middleware that answers only requests to loopback names, and from pages of such. allowed: further names, as
-    `read_allowed_hosts` gives them."""
+    """A middleware that answers only requests to loopback names and names of one label, and from pages of the former.
+    allowed: further names, as `read_allowed_hosts` gives them."""
     names = frozenset(allowed)
 
     @web.middleware
@@ -51,7 +56,7 @@ def host_check(allowed: Sequence[str]) -> Middleware:
 
 def _refusal(request: web.Request, allowed: frozenset[str]) -> ForbiddenError | None:
     for host in request.headers.getall("Host", ()):  # of HTTP/1.0 there need be none; browsers send one
-        if not _is_known(host, allowed):
+        if not _is_known(host, allowed) and not _is_one_label(host):
             return ForbiddenError(_refused("Host", host), code="host_not_allowed")
     for origin in request.headers.getall("Origin", ()):
         if not _is_known_origin(origin, allowed):
@@ -71,6 +76,11 @@ def _is_known_origin(origin: str, allowed: frozenset[str]) -> bool:
     which somebody has installed here."""
     web_origin = _WEB_ORIGIN.fullmatch(origin)
     return origin != "null" if web_origin is None else _is_known(web_origin["host"], allowed)
+
+
+def _is_one_label(host: str) -> bool:
+    name = host_name(host)
+    return name is not None and len(name) <= MAX_LABEL_CHARS and "." not in name and ":" not in name
 
 
 def _is_known(host: str, allowed: frozenset[str]) -> bool:

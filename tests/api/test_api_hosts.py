@@ -20,16 +20,17 @@ from asyncengine.host_names import read_allowed_hosts
 OURS = (
     *("localhost", "LocalHost:8000", "localhost.", "localhost:", "llm.localhost:9000"),
     *("127.0.0.1", "127.0.0.1:1", "127.8.7.6:8000", "[::1]", "[::1]:8000", "[0:0::1]:8000", "0.0.0.0:8000"),
+    *("box", "box:8000", "x", "gpu-1.:80"),  # what /etc/hosts says
 )
 OTHERS = (
-    *("evil.example", "evil.example:8000", "localhost.evil.example", "evillocalhost", "127.0.0.1.evil.example"),
-    *("192.168.1.7:8000", "[fe80::1]:8000", "[2001:db8::1]", "box", "127.1", "x/health?", ""),
+    *("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "a" * 64),
+    *("192.168.1.7:8000", "[fe80::1]:8000", "[2001:db8::1]", "127.1", "x/health?", ""),
     *("localhost@evil.example", "evil.example@localhost", "localhost, evil.example", "localhost:80:80", "::1", "[::1"),
 )
 ORIGINS = ("http://localhost:3000", "https://127.0.0.1", "http://[::1]:9", "chrome-extension://abc", "app://-")
 OTHER_ORIGINS = (
     *("http://evil.example", "HTTP://evil.example:8000", "https://localhost.evil.example", "null", "http://"),
-    *("http://localhost@evil.example", "http://localhost http://evil.example", "http://192.168.1.7"),
+    *("http://localhost@evil.example", "http://localhost http://evil.example", "http://192.168.1.7", "http://box:8000"),
 )
 
 
