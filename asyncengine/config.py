@@ -8,6 +8,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec.structs import force_setattr
 
+from asyncengine import __version__
 from asyncengine.errors import StartupError
 
 Device = Literal["auto", "cuda", "cpu"]
@@ -188,7 +189,7 @@ class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_keys: of an API worker, those that its callers must show one of. allowed_hosts: without any, the names by which
     they may ask it besides loopback ones.
     life: how many were in its place before it and were lost. lives: the same of every other process that has been
-    replaced, by `worker_key`.
+    replaced, by `worker_key`. version: of asyncengine in the supervisor. See `wire.sidecar.Origin`, too.
     """
 
     engine: EngineConfig
@@ -204,6 +205,7 @@ class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):
     allowed_hosts: tuple[str, ...] = ()
     life: int = 0
     lives: dict[str, int] = {}
+    version: str = __version__
 
 
 def worker_key(role: Role, index: int) -> str:
@@ -217,7 +219,7 @@ class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: where the sockets are. job: what it is for. incarnation: tells it from the one that was there before it, in
     the name of its pipe and in what it says; from 1 on. eos_ids: the model's end-of-sequence tokens, at least one.
     mask_fd: inherited memory of masks, [num_slots, mask_words] int32, bit i of a slot's words is token i; -1 where it
-    writes none. life: gpu_runner's.
+    writes none. life, version: gpu_runner's.
     """
 
     model_path: str
@@ -229,3 +231,4 @@ class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_slots: int = 0
     mask_words: int = 0
     life: int = 0
+    version: str = __version__

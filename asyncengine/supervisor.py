@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -36,7 +37,16 @@ from asyncengine.startup_progress import StartupProgress
 from asyncengine.watchdog import LOOK_SECONDS, Watchdog
 from asyncengine.wire.answers import Crash
 from asyncengine.wire.pipes import Pipes, Receiver
-from asyncengine.wire.reports import Fatal, Heartbeat, Progress, Ready, RunnerInfo, TokenizerInfo, ToSupervisor
+from asyncengine.wire.reports import (
+    Fatal,
+    Heartbeat,
+    Progress,
+    Ready,
+    RunnerInfo,
+    TokenizerInfo,
+    ToSupervisor,
+    sender_of,
+)
 from asyncengine.wire.sidecar import CPU_LIMIT_SIGNAL
 
 logger = logging.getLogger(__name__)
@@ -112,7 +122,7 @@ class Supervisor:
         except OSError as error:
             raise StartupError(f"cannot make a directory for the engine's sockets: {error}") from error
         self._pipes = Pipes(self._run_dir.path)
-        self._receiver = self._pipes.receiver("supervisor", ToSupervisor)
+        self._receiver = self._pipes.receiver("supervisor", ToSupervisor, on_malformed=self._hear_malformed)
         self._fd = self._receiver.fd
         asyncio.get_running_loop().add_reader(self._fd, self._read)
         return model
@@ -277,6 +287,22 @@ class Supervisor:
                     self._fail(message.message)
                 else:
                     self._losses.begin(child.name, time.monotonic())
+
+    def _hear_malformed(self, frame: bytes) -> None:
+        """It may have been the `Ready` that is waited for: of its sender or, where it does not tell, of any."""
+        sender = sender_of(frame)
+        waited_for = [
+            child for child in self._children if not child.ready and sender in (None, (child.role, child.index))
+        ]
+        if not waited_for:
+            return
+        reason = f"{' or '.join(child.name for child in waited_for)} sent a report that cannot be read"
+        if not self._launched:
+            self._fail(reason)
+            return
+        for child in waited_for:
+            child.hung = f"{reason}, and was killed"
+            child.signal(signal.SIGKILL)
 
     def _enter_phase(self, child: Child, phase: str) -> None:
         if phase == child.phase:
