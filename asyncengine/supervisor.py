@@ -24,8 +24,8 @@ import msgspec
 
 from asyncengine.cache_pressure import CachePressure
 from asyncengine.child import Child, describe_exit, stop_children
-from asyncengine.children import ApiWorkers, Children
-from asyncengine.config import SIDECARS, EngineConfig, Role
+from asyncengine.children import Children
+from asyncengine.config import NO_API_WORKERS, SIDECARS, ApiWorkers, EngineConfig, Role
 from asyncengine.crashes import Crashes
 from asyncengine.engine_info import EngineInfo, Health, describe_engine
 from asyncengine.errors import StartupError
@@ -55,7 +55,6 @@ STOP_SECONDS = 5.0
 FATAL_GRACE_SECONDS = 0.3
 """How long after a child's exit its last words may still be on their way."""
 DRAIN_LIMIT = 256
-NO_API_WORKERS = ApiWorkers()
 
 
 class Supervisor:
