@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing
@@ -18,11 +20,12 @@ from support.python_path import PYTHON_PATH
 from asyncengine import AsyncEngine, EngineDeadError, SamplingParams, __version__, children, collect
 from asyncengine.api.app import bind
 from asyncengine.api.worker_group import WorkerGroup
-from asyncengine.config import EngineConfig, Role, SidecarConfig
+from asyncengine.config import EngineConfig, GrammarConfig, Role, SidecarConfig
 from asyncengine.errors import StartupError
 from asyncengine.supervisor import Supervisor
 from asyncengine.wire.pipes import Pipes
 from asyncengine.wire.reports import Heartbeat, Ready
+from asyncengine.wire.sidecar import config_bytes
 
 STAND_INS: dict[Role, str] = {
     "gpu_runner": "support.idle_runner",
@@ -134,6 +137,14 @@ async def test_requests_of_a_server_that_was_upgraded_under_them_end_with_the_re
             f"detokenizer_proc was lost and cannot be replaced: {refusal('detokenizer_proc')}"
         )
         pids += engine._supervisor.pids().values()
+
+
+def test_a_grammar_process_of_another_version_ends_with_both_versions(orders: Path) -> None:
+    config = GrammarConfig(model_path="", run_dir=str(orders), eos_ids=(0,), version="0.0.9")
+    command = [sys.executable, "-P", "-m", "gpu_runner.grammar.child"]
+    child = subprocess.run(command, input=config_bytes(config), capture_output=True, timeout=60)
+    assert child.returncode == 1
+    assert child.stderr.decode().splitlines()[-1].endswith(f": {refusal('a grammar process')}")
 
 
 # ------------------------------------------------------------------------------------------ reports that nobody reads
