@@ -5,24 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from asyncengine.child import Child, start_child
-from asyncengine.config import ApiKey, EngineConfig, Role, SidecarConfig, worker_key
+from asyncengine.config import NO_API_WORKERS, ApiWorkers, EngineConfig, Role, SidecarConfig, worker_key
 from asyncengine.errors import StartupError
 from asyncengine.metrics import make_block
-
-
-class ApiWorkers(NamedTuple):
-    """The processes that serve HTTP, where their parent does not: how many; the listening sockets that they share; the
-    keys that their callers must show one of; whether they serve the console; without keys, the names by which they may
-    be asked besides loopback ones."""
-
-    number: int = 0
-    listen_fds: tuple[int, ...] = ()
-    api_keys: tuple[ApiKey, ...] = ()
-    console: bool = True
-    allowed_hosts: tuple[str, ...] = ()
 
 
 class Children:
@@ -83,14 +70,10 @@ class Children:
             index=child.index,
             model_path=str(model_path),
             run_dir=str(run_dir),
-            listen_fds=self._api_workers.listen_fds if serves else (),
+            api_workers=self._api_workers if serves else NO_API_WORKERS,
             metrics_fd=self._metrics_fds[child.index] if serves else None,
-            api_workers=self._api_workers.number,
-            console=self._api_workers.console,
             life=child.life,
             lives={worker_key(other.role, other.index): other.life for other in others if other.life},
-            api_keys=self._api_workers.api_keys if serves else (),
-            allowed_hosts=self._api_workers.allowed_hosts if serves else (),
         )
 
     def all_ready(self) -> bool:

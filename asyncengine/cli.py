@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from asyncengine.api_keys import API_KEY_VARIABLE, read_api_keys
 from asyncengine.bench.command import add_bench_options
-from asyncengine.config import EngineConfig, Role, runs_on_cpu
+from asyncengine.config import HTTP_DEFAULTS, EngineConfig, HttpOptions, Role, runs_on_cpu
 from asyncengine.engine_options import add_engine_options, engine_config
 from asyncengine.errors import EngineError, InvalidRequestError, StartupError
 from asyncengine.host_names import read_allowed_hosts
@@ -146,7 +146,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def serve_command(args: argparse.Namespace) -> int:
-    args.api_keys = keys = read_api_keys(args.api_key_file, os.environ)
+    keys = read_api_keys(args.api_key_file, os.environ)
     if args.api_key_file and os.stat(args.api_key_file).st_mode & stat.S_IROTH:
         print(f"note: everybody on this machine can read the API keys in {args.api_key_file}", file=sys.stderr)
     if args.host not in LOOPBACK_HOSTS and not keys:
@@ -154,7 +154,8 @@ def serve_command(args: argparse.Namespace) -> int:
             f"refusing to listen on {args.host}, which other machines reach, without an API key: set --api-key-file or "
             f"{API_KEY_VARIABLE}, or take one of {', '.join(LOOPBACK_HOSTS)}"
         )
-    args.allowed_hosts = read_allowed_hosts(args.allowed_host)
+    hosts = read_allowed_hosts(args.allowed_host)
+    args.http = HttpOptions(console=args.console, api_keys=keys, allowed_hosts=hosts)
     if not 0 <= args.port <= 65535:
         raise StartupError(f"--port must be from 0 to 65535, got {args.port}")
     if not 0 <= args.drain_timeout_seconds <= MAX_DRAIN_SECONDS:
@@ -231,21 +232,12 @@ async def _serve(config: EngineConfig, args: argparse.Namespace) -> None:
             print("\n".join(report(engine.info)), file=sys.stderr, flush=True)
         stack.push_async_callback(engine.close)
         freeze_start_up()
-        runner = await run_app(
-            engine,
-            args.host,
-            args.port,
-            tracing=tracing,
-            console=args.console,
-            api_keys=args.api_keys,
-            allowed_hosts=args.allowed_hosts,
-        )
+        runner = await run_app(engine, args.host, args.port, args.http, tracing=tracing)
         stack.push_async_callback(runner.cleanup)
         # closed before the server, the engine ends every stream with an error that its client can read
         stack.push_async_callback(engine.close)
         port = bound_port(runner)
-        text = ready_text(engine.info.model, args.host, port, console=args.console, key=bool(args.api_keys))
-        print(text, flush=True)
+        print(ready_text(engine.info.model, args.host, port, args.http), flush=True)
         await serve_out(engine, args.drain_timeout_seconds)
 
 
@@ -261,27 +253,24 @@ async def _serve_with_workers(config: EngineConfig, args: argparse.Namespace, wo
                 config,
                 bind(args.host, args.port),
                 workers=workers,
-                console=args.console,
-                api_keys=args.api_keys,
-                allowed_hosts=args.allowed_hosts,
+                http=args.http,
                 progress=progress,
                 modules=args.modules,
             )
             stack.push_async_callback(group.close)
             await group.start()
             print("\n".join(report(group.info)), file=sys.stderr, flush=True)
-        text = ready_text(group.info.model, args.host, group.port, console=args.console, key=bool(args.api_keys))
-        print(text, flush=True)
+        print(ready_text(group.info.model, args.host, group.port, args.http), flush=True)
         await serve_out(group, args.drain_timeout_seconds)
 
 
-def ready_text(model: str, host: str, port: int, *, console: bool = True, key: bool = False) -> str:
+def ready_text(model: str, host: str, port: int, http: HttpOptions = HTTP_DEFAULTS) -> str:
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     body = json.dumps(
         {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}], "stream": True}
     )
-    browser = f"\n  # or in a browser: {url}/" if console else ""
-    shown = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if key else ""
+    browser = f"\n  # or in a browser: {url}/" if http.console else ""
+    shown = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if http.api_keys else ""
     return (
         f"Ready: {model} at {url}\n"
         f"  curl {url}/v1/chat/completions{shown} -H 'Content-Type: application/json' -d {shlex.quote(body)}{browser}"

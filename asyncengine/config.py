@@ -8,6 +8,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec.structs import force_setattr
 
+from asyncengine import __version__
 from asyncengine.errors import StartupError
 
 Device = Literal["auto", "cuda", "cpu"]
@@ -178,17 +179,39 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     service_class: ServiceClass | None = None
 
 
+class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How HTTP is served. console: whether / is a page for people. api_keys: those that callers must show one of.
+    allowed_hosts: without keys, the names by which the server may be asked besides loopback ones, as
+    `host_names.read_allowed_hosts` gives them."""
+
+    console: bool = True
+    api_keys: tuple[ApiKey, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+
+
+HTTP_DEFAULTS = HttpOptions()
+
+
+class ApiWorkers(msgspec.Struct, frozen=True, kw_only=True):
+    """The processes that serve HTTP, where their parent does not: how many; the listening sockets that they share."""
+
+    number: int = 0
+    listen_fds: tuple[int, ...] = ()
+    http: HttpOptions = HTTP_DEFAULTS
+
+
+NO_API_WORKERS = ApiWorkers()
+
+
 class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the supervisor hands a sidecar over its stdin: the engine's configuration and the sidecar's place in it.
 
     model_path: the model folder or .gguf file on this machine, already resolved. run_dir: the 0700 directory that
-    holds the engine's ipc sockets. index: which of the role's workers this is. listen_fds: of an API worker, the
-    inherited sockets on which it serves. metrics_fd: inherited memory in which it counts (`asyncengine.metrics`), with
-    what those before it have counted. api_workers: how many such workers there are. console: whether they serve it.
-    api_keys: of an API worker, those that its callers must show one of. allowed_hosts: without any, the names by which
-    they may ask it besides loopback ones.
+    holds the engine's ipc sockets. index: which of the role's workers this is. api_workers: told to those only.
+    metrics_fd: inherited memory in which such a one counts (`asyncengine.metrics`), with what those before it have
+    counted.
     life: how many were in its place before it and were lost. lives: the same of every other process that has been
-    replaced, by `worker_key`.
+    replaced, by `worker_key`. version: of asyncengine in the supervisor; read before all else (`wire.sidecar.Origin`).
     """
 
     engine: EngineConfig
@@ -196,14 +219,11 @@ class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     model_path: str
     run_dir: str
-    listen_fds: tuple[int, ...] = ()
+    api_workers: ApiWorkers = NO_API_WORKERS
     metrics_fd: int | None = None
-    api_workers: int = 0
-    console: bool = True
-    api_keys: tuple[ApiKey, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()
     life: int = 0
     lives: dict[str, int] = {}
+    version: str = __version__
 
 
 def worker_key(role: Role, index: int) -> str:
@@ -217,7 +237,7 @@ class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: where the sockets are. job: what it is for. incarnation: tells it from the one that was there before it, in
     the name of its pipe and in what it says; from 1 on. eos_ids: the model's end-of-sequence tokens, at least one.
     mask_fd: inherited memory of masks, [num_slots, mask_words] int32, bit i of a slot's words is token i; -1 where it
-    writes none. life: gpu_runner's.
+    writes none. life, version: gpu_runner's.
     """
 
     model_path: str
@@ -229,3 +249,4 @@ class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_slots: int = 0
     mask_words: int = 0
     life: int = 0
+    version: str = __version__

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,8 +24,8 @@ import msgspec
 
 from asyncengine.cache_pressure import CachePressure
 from asyncengine.child import Child, describe_exit, stop_children
-from asyncengine.children import ApiWorkers, Children
-from asyncengine.config import SIDECARS, EngineConfig, Role
+from asyncengine.children import Children
+from asyncengine.config import NO_API_WORKERS, SIDECARS, ApiWorkers, EngineConfig, Role
 from asyncengine.crashes import Crashes
 from asyncengine.engine_info import EngineInfo, Health, describe_engine
 from asyncengine.errors import StartupError
@@ -36,7 +37,16 @@ from asyncengine.startup_progress import StartupProgress
 from asyncengine.watchdog import LOOK_SECONDS, Watchdog
 from asyncengine.wire.answers import Crash
 from asyncengine.wire.pipes import Pipes, Receiver
-from asyncengine.wire.reports import Fatal, Heartbeat, Progress, Ready, RunnerInfo, TokenizerInfo, ToSupervisor
+from asyncengine.wire.reports import (
+    Fatal,
+    Heartbeat,
+    Progress,
+    Ready,
+    RunnerInfo,
+    TokenizerInfo,
+    ToSupervisor,
+    sender_of,
+)
 from asyncengine.wire.sidecar import CPU_LIMIT_SIGNAL
 
 logger = logging.getLogger(__name__)
@@ -45,7 +55,6 @@ STOP_SECONDS = 5.0
 FATAL_GRACE_SECONDS = 0.3
 """How long after a child's exit its last words may still be on their way."""
 DRAIN_LIMIT = 256
-NO_API_WORKERS = ApiWorkers()
 
 
 class Supervisor:
@@ -112,7 +121,7 @@ class Supervisor:
         except OSError as error:
             raise StartupError(f"cannot make a directory for the engine's sockets: {error}") from error
         self._pipes = Pipes(self._run_dir.path)
-        self._receiver = self._pipes.receiver("supervisor", ToSupervisor)
+        self._receiver = self._pipes.receiver("supervisor", ToSupervisor, on_malformed=self._hear_malformed)
         self._fd = self._receiver.fd
         asyncio.get_running_loop().add_reader(self._fd, self._read)
         return model
@@ -277,6 +286,22 @@ class Supervisor:
                     self._fail(message.message)
                 else:
                     self._losses.begin(child.name, time.monotonic())
+
+    def _hear_malformed(self, frame: bytes) -> None:
+        """It may have been the `Ready` that is waited for: of its sender or, where it does not tell, of any."""
+        sender = sender_of(frame)
+        waited_for = [
+            child for child in self._children if not child.ready and sender in (None, (child.role, child.index))
+        ]
+        if not waited_for:
+            return
+        reason = f"{' or '.join(child.name for child in waited_for)} sent a report that cannot be read"
+        if not self._launched:
+            self._fail(reason)
+            return
+        for child in waited_for:
+            child.hung = f"{reason}, and was killed"
+            child.signal(signal.SIGKILL)
 
     def _enter_phase(self, child: Child, phase: str) -> None:
         if phase == child.phase:

@@ -11,14 +11,14 @@ PACKAGES = ("asyncengine", *PROCESS_PACKAGES)
 
 WIRE_CONTRACT = (
     *("asyncengine.wire", "asyncengine.config", "asyncengine.sampling", "asyncengine.terms"),
-    "asyncengine.errors",
+    *("asyncengine.errors", "asyncengine.__version__"),
 )
 
 # Room -> what it may import of the project; the longest name that is a prefix of a module's is its room.
 ROOMS: dict[str, tuple[str, ...]] = {
     "asyncengine": ("asyncengine",),
     "asyncengine.wire": WIRE_CONTRACT,
-    "asyncengine.config": ("asyncengine.errors",),
+    "asyncengine.config": ("asyncengine.errors", "asyncengine.__version__"),
     "asyncengine.sampling": ("asyncengine.config", "asyncengine.errors"),
     "asyncengine.terms": ("asyncengine.config",),
     "asyncengine.errors": (),

@@ -23,7 +23,7 @@ from asyncengine.api.reception import RECEPTION, Reception
 from asyncengine.api.routes import Routes
 from asyncengine.api.status_routes import StatusRoutes
 from asyncengine.api.token_routes import TokenRoutes
-from asyncengine.config import ApiKey
+from asyncengine.config import HTTP_DEFAULTS, HttpOptions
 from asyncengine.errors import StartupError
 
 if TYPE_CHECKING:
@@ -43,20 +43,11 @@ SHUTDOWN_SECONDS = 2.0
 """How long `cleanup` waits for handlers, which end at once when the engine has been closed before."""
 
 
-def make_app(
-    backend: Backend,
-    tracing: Tracing | None = None,
-    *,
-    console: bool = True,
-    api_keys: Sequence[ApiKey] = (),
-    allowed_hosts: Sequence[str] = (),
-) -> web.Application:
-    """The application; see `run_app` for how it must be run. It closes `tracing`. console: whether / is a page for
-    people. api_keys: those that callers must show one of. allowed_hosts: without keys, names by which it may be asked
-    besides loopback ones, as `read_allowed_hosts` gives them."""
+def make_app(backend: Backend, http: HttpOptions = HTTP_DEFAULTS, *, tracing: Tracing | None = None) -> web.Application:
+    """The application; see `run_app` for how it must be run. It closes `tracing`."""
     max_body = max(MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN * backend.info.max_model_len)
     middlewares: list[Middleware] = [errors_as_json] if tracing is None else [tracing.middleware, errors_as_json]
-    middlewares.append(key_check(api_keys) if api_keys else host_check(allowed_hosts))
+    middlewares.append(key_check(http.api_keys) if http.api_keys else host_check(http.allowed_hosts))
     app = web.Application(middlewares=middlewares, client_max_size=max_body)
     app[RECEPTION] = Reception(most_bytes=max(TOTAL_BODY_BYTES, 2 * max_body))
     if tracing is not None:
@@ -67,7 +58,7 @@ def make_app(
         for endpoint in routes.endpoints()
     ]
     serve([*endpoints, openapi_endpoint(endpoints)], app)
-    if console:
+    if http.console:
         ConsoleRoutes(backend).add_to(app)
     return app
 
@@ -76,42 +67,30 @@ async def run_app(
     backend: Backend,
     host: str,
     port: int,
+    http: HttpOptions = HTTP_DEFAULTS,
     *,
     tracing: Tracing | None = None,
-    console: bool = True,
-    api_keys: Sequence[ApiKey] = (),
-    allowed_hosts: Sequence[str] = (),
 ) -> web.AppRunner:
     """Serve `backend` until the runner's `cleanup` is awaited. Port 0 takes a free one; `bound_port` tells which.
 
     Raises `StartupError` when the address cannot be had.
     """
-    return await run_app_on(
-        backend,
-        bind(host, port),
-        tracing=tracing,
-        console=console,
-        api_keys=api_keys,
-        allowed_hosts=allowed_hosts,
-    )
+    return await run_app_on(backend, bind(host, port), http, tracing=tracing)
 
 
 async def run_app_on(
     backend: Backend,
     sockets: Sequence[socket.socket],
+    http: HttpOptions = HTTP_DEFAULTS,
     *,
     acceptors: int = ACCEPTORS,
     tracing: Tracing | None = None,
-    console: bool = True,
-    api_keys: Sequence[ApiKey] = (),
-    allowed_hosts: Sequence[str] = (),
 ) -> web.AppRunner:
     """Serve `backend` on bound sockets, which the runner then owns.
 
     Raises `StartupError` when they cannot listen.
     """
-    app = make_app(backend, tracing, console=console, api_keys=api_keys, allowed_hosts=allowed_hosts)
-    runner = Runner(app, shutdown_timeout=SHUTDOWN_SECONDS)
+    runner = Runner(make_app(backend, http, tracing=tracing), shutdown_timeout=SHUTDOWN_SECONDS)
     await runner.setup()
     try:
         for listener in sockets:

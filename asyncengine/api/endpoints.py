@@ -24,7 +24,6 @@ without them refuses other sites' pages (see `hosts`), and a fault of ours may s
 ROUTE_WITH_BODY = (BodyTimeoutError.status, web.HTTPRequestEntityTooLarge.status_code)
 ENGINE_CALL = (QueueFullError.status, OverloadedError.status, RequestTimeoutError.status)
 NAMED_THING = (NotFoundError.status,)
-ASKED_TERMS = (ForbiddenError.status,)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -13,7 +13,7 @@ from asyncengine.api.access import service_class_of, tenant_of
 from asyncengine.api.backend import Backend, Prompt
 from asyncengine.api.chat_turn import chat_turn
 from asyncengine.api.echo import Echo
-from asyncengine.api.endpoints import ASKED_TERMS, ENGINE_CALL, NAMED_THING, Endpoint, Header
+from asyncengine.api.endpoints import ENGINE_CALL, NAMED_THING, Endpoint, Header
 from asyncengine.api.errors import NotFoundError
 from asyncengine.api.generation import DeltaParser, Generation
 from asyncengine.api.patience import Patience
@@ -102,7 +102,7 @@ class Routes:
                 answer=CompletionJson,
                 answer_headers=(IGNORED_FIELDS,),
                 event=CompletionChunkJson,
-                errors=(*ASKED_TERMS, *NAMED_THING, *ENGINE_CALL),
+                errors=(*NAMED_THING, *ENGINE_CALL),
             ),
             Endpoint(
                 method="POST",
@@ -116,7 +116,7 @@ class Routes:
                 answer=ChatCompletionJson,
                 answer_headers=(IGNORED_FIELDS,),
                 event=ChatCompletionChunkJson,
-                errors=(*ASKED_TERMS, *NAMED_THING, *ENGINE_CALL),
+                errors=(*NAMED_THING, *ENGINE_CALL),
             ),
             Endpoint(
                 method="POST",

@@ -33,7 +33,7 @@ class ApiWorker(FrontEnd):
     """The front end of one API worker; `health` and the gauges are what its parent said last."""
 
     def __init__(self, config: SidecarConfig, pipes: Pipes) -> None:
-        super().__init__(config.engine, worker=config.index, workers=config.api_workers, life=config.life)
+        super().__init__(config.engine, worker=config.index, workers=config.api_workers.number, life=config.life)
         self._health = Health(state="starting", detail="the engine is starting")
         self._gauges: dict[str, int] = {}
         self._begun = asyncio.Event()
@@ -106,22 +106,15 @@ def serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
 async def _serve(config: SidecarConfig, pipes: Pipes, reporter: Reporter) -> None:
     worker = ApiWorker(config, pipes)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.end, CLOSED)
-    sockets = [socket.socket(fileno=fd) for fd in config.listen_fds]
+    sockets = [socket.socket(fileno=fd) for fd in config.api_workers.listen_fds]
     tracing = make_tracing()
     beating = asyncio.create_task(_beat(worker, reporter))
     try:
         reporter.ready()
         if await worker.begun():
             freeze_start_up()
-            runner = await run_app_on(
-                worker,
-                sockets,
-                acceptors=ACCEPTORS,
-                tracing=tracing,
-                console=config.console,
-                api_keys=config.api_keys,
-                allowed_hosts=config.allowed_hosts,
-            )
+            http = config.api_workers.http
+            runner = await run_app_on(worker, sockets, http, acceptors=ACCEPTORS, tracing=tracing)
             await worker.ended()
             await runner.cleanup()
     finally:

@@ -18,8 +18,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from asyncengine.api.app import BACKLOG, cannot_listen
-from asyncengine.children import ApiWorkers
-from asyncengine.config import ApiKey, EngineConfig, Role
+from asyncengine.config import HTTP_DEFAULTS, ApiWorkers, EngineConfig, HttpOptions, Role
 from asyncengine.engine_info import DRAINING, EngineInfo, Health
 from asyncengine.errors import StartupError
 from asyncengine.startup_progress import StartupProgress
@@ -46,9 +45,7 @@ class WorkerGroup:
         sockets: Sequence[socket.socket],
         *,
         workers: int,
-        console: bool = True,
-        api_keys: tuple[ApiKey, ...] = (),
-        allowed_hosts: tuple[str, ...] = (),
+        http: HttpOptions = HTTP_DEFAULTS,
         progress: StartupProgress | None = None,
         modules: Mapping[Role, str] | None = None,
     ) -> None:
@@ -61,7 +58,7 @@ class WorkerGroup:
             progress=progress,
             modules=modules,
             api_workers=ApiWorkers(
-                workers, tuple(listener.fileno() for listener in sockets), api_keys, console, allowed_hosts
+                number=workers, listen_fds=tuple(listener.fileno() for listener in sockets), http=http
             ),
         )
         self._health = Health(state="starting", detail="the engine is starting")

@@ -17,7 +17,7 @@ import os
 import socket as kernel_socket
 import tempfile
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +79,18 @@ class Pipes:
         self._run_dir = Path(run_dir)
         self._context = _Context()
 
-    def receiver(self, name: str, types: Any, *, high_water_mark: int = HIGH_WATER_MARK) -> Receiver:
-        """Bind pipe `name` for reading messages of `types` (a union of tagged Structs)."""
+    def receiver(
+        self,
+        name: str,
+        types: Any,
+        *,
+        high_water_mark: int = HIGH_WATER_MARK,
+        on_malformed: Callable[[bytes], None] = lambda frame: None,
+    ) -> Receiver:
+        """Bind pipe `name` for reading messages of `types` (a union of tagged Structs); others are `on_malformed`'s."""
         socket = self._socket(zmq.PULL, high_water_mark)
         socket.bind(self._address(name))
-        return Receiver(socket, types)
+        return Receiver(socket, types, on_malformed)
 
     def sender(self, name: str, *, high_water_mark: int = HIGH_WATER_MARK) -> Sender:
         """Connect to pipe `name` for writing; its reader may come up later."""
@@ -182,9 +189,10 @@ class Receiver:
     """Reading end of a pipe. A frame that is not one of the pipe's types, or that contradicts itself, is dropped and
     counted, never raised."""
 
-    def __init__(self, socket: zmq.Socket[bytes], types: Any) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], types: Any, on_malformed: Callable[[bytes], None]) -> None:
         self.socket = socket
         self.malformed = 0
+        self._on_malformed = on_malformed
         self._decoder = msgspec.msgpack.Decoder(types)
 
     def drain(self, limit: int = 4096) -> Iterator[Any]:
@@ -199,6 +207,7 @@ class Receiver:
                 check(message)
             except Exception:  # noqa: BLE001 - any failure to decode or check it is the frame's fault
                 self.malformed += 1
+                self._on_malformed(data)
                 continue
             yield message
 

@@ -41,7 +41,8 @@ class Heartbeat(Wire, frozen=True, tag=42):
 
 
 class Fatal(Wire, frozen=True, tag=43):
-    """The sidecar is about to exit; `message` is one sentence for a person."""
+    """The sidecar is about to exit; `message` is one sentence for a person. With this a process also says that it is of
+    another version than its parent, so its form never changes."""
 
     role: str
     index: int
@@ -103,3 +104,20 @@ class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ToSupervisor = Progress | Ready | Heartbeat | Fatal
+
+
+class _Sender(msgspec.Struct, frozen=True, array_like=True):
+    """What all of them begin with."""
+
+    tag: int
+    role: str
+    index: int
+
+
+def sender_of(frame: bytes) -> tuple[str, int] | None:
+    """Role and index of who sent a report that cannot be read, as far as it begins like one."""
+    try:
+        sender = msgspec.msgpack.decode(frame, type=_Sender)
+    except Exception:  # noqa: BLE001 - it may be anything
+        return None
+    return sender.role, sender.index

@@ -3,6 +3,11 @@
 The life-line is two mechanisms, armed before anything slow: the kernel kills the child when its parent dies
 (PR_SET_PDEATHSIG), and a thread exits the process when its stdin, a pipe whose other end only the parent holds, closes.
 The first lines of that pipe carry the configuration (4-byte little-endian length, msgpack `SidecarConfig`).
+
+A process that is lost after asyncengine was upgraded in place is followed by one of the new version. That one must not
+speak to those that are left, so it compares versions before anything else, and refuses to start. For this each version
+has to read a little of the other: that length, what `Origin` has of the configuration, and `Fatal` in the pipe
+`supervisor`.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from asyncengine import __version__
 from asyncengine.config import Role, SidecarConfig
 from asyncengine.errors import StartupError
 from asyncengine.wire.faults import fault_place, fault_text
@@ -33,6 +39,15 @@ CPU_LIMIT_SIGNAL = signal.SIGPROF
 PARENT_GONE_EXIT_CODE = 3
 
 Config = TypeVar("Config", bound=msgspec.Struct)
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """What a process reads first of its configuration, whichever version wrote it: these fields never change."""
+
+    run_dir: str
+    index: int = 0
+    life: int = 0
+    version: str = "an earlier version"
 
 
 class Reporter:
@@ -71,16 +86,18 @@ def run_sidecar(role: Role, serve: Callable[[SidecarConfig, Pipes, Reporter], No
     `serve` loops until SIGTERM, which arrives as SystemExit. Exits 1 when `serve` raises, after sending `Fatal`.
     """
     arm_life_line()
-    config = read_config(SidecarConfig)
-    if config.role != role:
-        raise SystemExit(f"{role} was given the configuration of {config.role}")
+    data = _read_config()
+    origin = msgspec.msgpack.decode(data, type=Origin)
     watch_parent()
     faulthandler.register(signal.SIGUSR1)
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the whole group; the supervisor decides
-    pipes = Pipes(config.run_dir)
-    reporter = Reporter(pipes, role, config.index, config.life)
+    pipes = Pipes(origin.run_dir)
+    reporter = Reporter(pipes, role, origin.index, origin.life)
     try:
+        config = _decode_config(data, SidecarConfig, role)
+        if config.role != role:
+            raise StartupError(f"{role} was given the configuration of {config.role}")
         serve(config, pipes, reporter)
     except StartupError as error:
         reporter.fatal(error.message)
@@ -121,15 +138,29 @@ def config_bytes(config: msgspec.Struct) -> bytes:
     return len(data).to_bytes(4, "little") + data
 
 
-def read_config(kind: type[Config]) -> Config:
-    """The configuration that the parent wrote to this process's stdin."""
-    size = int.from_bytes(_read_exactly(4), "little")
-    return msgspec.msgpack.decode(_read_exactly(size), type=kind)
+def read_config(kind: type[Config], name: str) -> Config:
+    """The configuration that the parent wrote to this process's stdin. Raises `StartupError`, with this process's
+    `name`, if the parent is of another version."""
+    return _decode_config(_read_config(), kind, name)
 
 
 def watch_parent() -> None:
     """From now on, exit when the parent closes this process's stdin. The configuration must have been read."""
     threading.Thread(target=_exit_with_parent, name="life-line", daemon=True).start()
+
+
+def _read_config() -> bytes:
+    return _read_exactly(int.from_bytes(_read_exactly(4), "little"))
+
+
+def _decode_config(data: bytes, kind: type[Config], name: str) -> Config:
+    version = msgspec.msgpack.decode(data, type=Origin).version
+    if version != __version__:
+        raise StartupError(
+            f"{name} is of asyncengine {__version__}, but was started by {version}: what was running when asyncengine "
+            "was upgraded must be started again"
+        )
+    return msgspec.msgpack.decode(data, type=kind)
 
 
 def _read_exactly(count: int) -> bytes:

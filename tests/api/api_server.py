@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from asyncengine.api.backend import Backend
 from asyncengine.api.errors import ErrorJson
 from asyncengine.api.shapes import ChatCompletionJson, CompletionJson
 from asyncengine.api.stream_events import ChatCompletionChunkJson, CompletionChunkJson
-from asyncengine.config import ApiKey
+from asyncengine.config import HTTP_DEFAULTS, HttpOptions
 
 if TYPE_CHECKING:
     from asyncengine.api.tracing import Tracing
@@ -63,14 +63,10 @@ def as_promised(text: str | bytes, kind: Any) -> Any:
 
 @asynccontextmanager
 async def serving(
-    backend: Backend,
-    *,
-    tracing: Tracing | None = None,
-    api_keys: Sequence[ApiKey] = (),
-    allowed_hosts: Sequence[str] = (),
+    backend: Backend, http: HttpOptions = HTTP_DEFAULTS, *, tracing: Tracing | None = None
 ) -> AsyncIterator[Server]:
     """The real application over `backend`, on a free port."""
-    runner = await run_app(backend, "127.0.0.1", 0, tracing=tracing, api_keys=api_keys, allowed_hosts=allowed_hosts)
+    runner = await run_app(backend, "127.0.0.1", 0, http, tracing=tracing)
     try:
         async with aiohttp.ClientSession() as session:
             yield Server(f"http://127.0.0.1:{bound_port(runner)}", session)

@@ -13,7 +13,7 @@ from fake_backend import FakeBackend
 from asyncengine.api import connections
 from asyncengine.api.app import make_app
 from asyncengine.api_keys import digest_of
-from asyncengine.config import ApiKey
+from asyncengine.config import ApiKey, HttpOptions
 from asyncengine.errors import StartupError
 from asyncengine.host_names import read_allowed_hosts
 
@@ -37,7 +37,7 @@ OTHER_ORIGINS = (
 @pytest.fixture
 async def allowing(backend: FakeBackend) -> AsyncIterator[Server]:
     names = read_allowed_hosts(["LLM.example.org", "192.168.1.7", "fd00::0:7"])
-    async with serving(backend, allowed_hosts=names) as server:
+    async with serving(backend, HttpOptions(allowed_hosts=names)) as server:
         yield server
 
 
@@ -87,7 +87,7 @@ async def test_a_name_that_the_operator_gives_is_answered_and_so_are_its_pages(a
 async def test_no_route_is_open_to_other_sites_and_nothing_reaches_the_engine(
     server: Server, backend: FakeBackend
 ) -> None:
-    routes = make_app(backend, console=True).router.routes()
+    routes = make_app(backend).router.routes()
     paths = {route.resource.canonical for route in routes if route.resource is not None} | {"/nowhere"}
     assert len(paths) > 20
     for path in paths:
@@ -134,7 +134,8 @@ async def test_a_body_from_another_site_is_not_waited_for(
 
 
 async def test_with_keys_it_is_the_key_that_counts(backend: FakeBackend) -> None:
-    async with serving(backend, api_keys=[ApiKey(digest=digest_of("the-only-key"), tenant="a")]) as server:
+    keys = (ApiKey(digest=digest_of("the-only-key"), tenant="a"),)
+    async with serving(backend, HttpOptions(api_keys=keys)) as server:
         headers = ("Host: llm.example.org", "Origin: https://elsewhere.example")
         assert await ask(server, *headers) == (401, "invalid_api_key")
         assert await ask(server, *headers, "Authorization: Bearer the-only-key") == (200, "")

@@ -20,7 +20,7 @@ from asyncengine.api.app import bound_port, make_app, run_app
 from asyncengine.api.console_routes import FILES
 from asyncengine.api_keys import API_KEY_VARIABLE, digest_of, known_key, read_api_keys
 from asyncengine.client import AsyncClient
-from asyncengine.config import ApiKey, ServiceClass
+from asyncengine.config import ApiKey, HttpOptions, ServiceClass
 from asyncengine.errors import InvalidRequestError, StartupError
 
 KEYS = ("first-key-of-two", "second-key~!#$%")
@@ -29,7 +29,7 @@ API_KEYS = tuple(ApiKey(digest=digest_of(key), tenant=tenant) for key, tenant in
 
 @asynccontextmanager
 async def served(backend: FakeBackend) -> AsyncIterator[str]:
-    runner = await run_app(backend, "127.0.0.1", 0, api_keys=API_KEYS)
+    runner = await run_app(backend, "127.0.0.1", 0, HttpOptions(api_keys=API_KEYS))
     yield f"http://127.0.0.1:{bound_port(runner)}"
     await runner.cleanup()
 
@@ -45,7 +45,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 async def test_every_route_of_the_router_is_closed_unless_it_is_listed(url: str, backend: FakeBackend) -> None:
-    routes = [route for route in make_app(backend, console=True).router.routes() if route.method != "HEAD"]
+    routes = [route for route in make_app(backend).router.routes() if route.method != "HEAD"]
     opened = set()
     async with aiohttp.ClientSession() as session:
         for route in routes:
@@ -273,7 +273,7 @@ async def test_a_keys_class_is_that_of_its_requests_and_they_may_ask_for_less(
     backend: FakeBackend, of_key: ServiceClass | None, asked: ServiceClass | None, given: ServiceClass | None
 ) -> None:
     key = ApiKey(digest=digest_of(KEYS[0]), tenant="a", service_class=of_key)
-    runner = await run_app(backend, "127.0.0.1", 0, api_keys=[key])
+    runner = await run_app(backend, "127.0.0.1", 0, HttpOptions(api_keys=(key,)))
     async with aiohttp.ClientSession(f"http://127.0.0.1:{bound_port(runner)}", headers=bearer(KEYS[0])) as session:
         for stream in (False, True):
             body = {"prompt": "a", "service_class": asked, "stream": stream}

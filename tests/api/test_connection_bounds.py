@@ -16,7 +16,7 @@ from asyncengine.api import app, connections
 from asyncengine.api.app import MIN_BODY_BYTES, bound_port, run_app
 from asyncengine.api.reception import RECEPTION
 from asyncengine.api_keys import digest_of
-from asyncengine.config import ApiKey
+from asyncengine.config import ApiKey, HttpOptions
 
 BOMB = gzip.compress(bytes(10_000_000))
 HEAD = b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
@@ -39,7 +39,7 @@ async def test_nobodys_body_is_decompressed(
 ) -> None:
     inflated: list[object] = []
     monkeypatch.setattr(http_parser.DeflateBuffer, "feed_data", lambda *args: inflated.append(args))
-    runner = await run_app(backend, "127.0.0.1", 0, api_keys=keys)
+    runner = await run_app(backend, "127.0.0.1", 0, HttpOptions(api_keys=keys))
     try:
         for path, status in statuses.items():
             reader, writer = await connect(f":{bound_port(runner)}")

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import msgspec
 import pytest
@@ -21,7 +21,7 @@ from support.chromium import Page, browser, find_chromium
 
 from asyncengine.api_keys import digest_of
 from asyncengine.chat_prompt import ChatPrompt
-from asyncengine.config import ApiKey
+from asyncengine.config import ApiKey, HttpOptions
 from asyncengine.delta import Delta
 from asyncengine.errors import EngineError, InvalidRequestError
 from asyncengine.request_terms import TenantTerms
@@ -134,7 +134,8 @@ async def guarded(tab: Page, backend: GatedBackend) -> AsyncIterator[tuple[Page,
     tab.complaints.clear()
     await tab.resize(1280, 800)
     keys = API_KEYS[:1]
-    async with serving(backend, api_keys=keys) as server:
+    http = HttpOptions(api_keys=cast(tuple[ApiKey, ...], keys))  # a list, so that a test can change it meanwhile
+    async with serving(backend, http) as server:
         await tab.open(server.url)
         await tab.until("!gate.hidden")
         yield tab, server, keys

@@ -10,6 +10,7 @@ from fake_backend import FakeBackend
 
 from asyncengine.api.app import make_app
 from asyncengine.api.console_routes import FILES
+from asyncengine.config import HttpOptions
 
 
 async def test_every_file_of_the_page_is_served_under_a_strict_policy(server: Server) -> None:
@@ -47,7 +48,7 @@ async def test_nothing_else_is_served(server: Server, path: str) -> None:
 
 def test_without_the_console_there_is_no_such_route() -> None:
     def paths(*, console: bool) -> set[str]:
-        routes = make_app(FakeBackend(), console=console).router.routes()
+        routes = make_app(FakeBackend(), HttpOptions(console=console)).router.routes()
         return {route.resource.canonical for route in routes if route.resource is not None}
 
     assert paths(console=True) - paths(console=False) == {*FILES, "/console/timeline"}

@@ -15,6 +15,7 @@ from fake_backend import FakeBackend
 
 from asyncengine.api.app import make_app
 from asyncengine.api.schema import MAX_PROMPTS, CompletionRequest
+from asyncengine.config import HttpOptions
 from asyncengine.sampling import INT32_MAX, MAX_LOGIT_BIAS, MAX_N
 
 HERE = Path(__file__).parent
@@ -40,7 +41,7 @@ def references(value: Any) -> Iterator[str]:
 async def test_every_route_is_in_the_document(document: Any, backend: FakeBackend) -> None:
     routes = {
         (route.method, route.resource.canonical)
-        for route in make_app(backend, console=False).router.routes()
+        for route in make_app(backend, HttpOptions(console=False)).router.routes()
         if route.resource is not None and route.method != "HEAD"
     }
     described = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}

@@ -23,7 +23,7 @@ import pytest
 from support.command_line import Command, all_gone, ask, running
 
 from asyncengine.cli import build_parser, engine_config, main, ready_text
-from asyncengine.config import EngineConfig
+from asyncengine.config import ApiKey, EngineConfig, HttpOptions
 from asyncengine.errors import StartupError
 from asyncengine.run_dir import remove_stale
 
@@ -323,8 +323,9 @@ def test_the_ready_line_holds_a_command_that_a_shell_can_run() -> None:
     )
     assert json.loads(echoed.stdout.splitlines()[-1])["model"] == "it's/a model"
     assert text.endswith("\n  # or in a browser: http://[::1]:8000/")
-    assert ready_text("it's/a model", "::1", 8000, console=False) == text.rsplit("\n", 1)[0]
-    assert '-H "Authorization: Bearer $ASYNCENGINE_API_KEY"' in ready_text("m", "::1", 8000, key=True)
+    assert ready_text("it's/a model", "::1", 8000, HttpOptions(console=False)) == text.rsplit("\n", 1)[0]
+    http = HttpOptions(api_keys=(ApiKey(digest=b"", tenant="a"),))
+    assert '-H "Authorization: Bearer $ASYNCENGINE_API_KEY"' in ready_text("m", "::1", 8000, http)
 
 
 def test_help_needs_no_heavy_import(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from front_end_ring import INFO, PROMPT, PROMPT_BYTES, deltas, encoded, front_en
 
 from asyncengine.api.worker import ApiWorker
 from asyncengine.chat_prompt import ChatPrompt
-from asyncengine.config import EngineConfig, Role, SidecarConfig
+from asyncengine.config import ApiWorkers, EngineConfig, Role, SidecarConfig
 from asyncengine.errors import EngineError, InvalidRequestError, StartupError
 from asyncengine.recent_rids import KEEP_SECONDS, RecentRids
 from asyncengine.sampling import SamplingParams
@@ -480,7 +480,13 @@ async def test_an_api_worker_in_the_place_of_a_lost_one_tells_of_itself_and_has_
 ) -> None:
     process = ApiProcess(2, 1)
     config = SidecarConfig(
-        engine=EngineConfig(), role="api_worker", index=2, model_path="", run_dir=str(short_path), api_workers=3, life=1
+        engine=EngineConfig(),
+        role="api_worker",
+        index=2,
+        model_path="",
+        run_dir=str(short_path),
+        api_workers=ApiWorkers(number=3),
+        life=1,
     )
     status = EngineStatus("ready", "", msgspec.to_builtins(INFO), {}, {"api_worker.0": 4, "api_worker.2": 1})
     make = lambda pipes, _: ApiWorker(config, pipes)  # noqa: E731

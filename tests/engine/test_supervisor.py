@@ -280,7 +280,7 @@ async def test_a_configuration_that_no_pipe_holds_is_handed_over_as_the_child_re
     if reads:
         program = (
             "from asyncengine.config import SidecarConfig; from asyncengine.wire.sidecar import read_config\n"
-            f"raise SystemExit(7 * (read_config(SidecarConfig).model_path == 'm' * {len(model_path)}))"
+            f"raise SystemExit(7 * (read_config(SidecarConfig, 'it').model_path == 'm' * {len(model_path)}))"
         )
     process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE)
     child = Child("gpu_runner", 0, 1, 0, process, os.pidfd_open(process.pid), 0.0, 0.0, 0.0)

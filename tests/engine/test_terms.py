@@ -19,7 +19,7 @@ from asyncengine import LLM, AsyncEngine, EngineConfig, InvalidRequestError, Req
 from asyncengine.api.app import bound_port, run_app
 from asyncengine.api_keys import digest_of
 from asyncengine.client import AsyncClient
-from asyncengine.config import ApiKey, Role
+from asyncengine.config import ApiKey, HttpOptions, Role
 from asyncengine.front_end import FrontEnd
 from asyncengine.request_terms import cache_namespace, resolve_terms
 from asyncengine.tenant_table import TenantTokens
@@ -224,9 +224,9 @@ async def test_a_session_is_known_to_its_tenant_until_it_is_released() -> None:
 
 async def test_over_http_a_session_is_known_to_the_key_that_it_began_with() -> None:
     keys = {"a": "first-key-of-two", "b": "second-key-of-two"}
-    api_keys = [ApiKey(digest=digest_of(key), tenant=tenant) for tenant, key in keys.items()]
+    api_keys = tuple(ApiKey(digest=digest_of(key), tenant=tenant) for tenant, key in keys.items())
     async with started() as engine:
-        runner = await run_app(engine, "127.0.0.1", 0, api_keys=api_keys)
+        runner = await run_app(engine, "127.0.0.1", 0, HttpOptions(api_keys=api_keys))
         url = f"http://127.0.0.1:{bound_port(runner)}"
         async with AsyncClient(url, api_key=keys["a"]) as a, AsyncClient(url, api_key=keys["b"]) as b:
             for client, known in ((a, None), (b, None), (a, 2), (b, 2)):

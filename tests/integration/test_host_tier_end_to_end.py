@@ -26,7 +26,7 @@ from support.shallow_model import shallow_model_file
 from asyncengine import AsyncEngine, EngineConfig, InvalidRequestError, SamplingParams, collect
 from asyncengine.api.app import bound_port, run_app
 from asyncengine.api_keys import digest_of
-from asyncengine.config import PAGE_SIZE, ApiKey
+from asyncengine.config import PAGE_SIZE, ApiKey, HttpOptions
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
@@ -105,9 +105,9 @@ async def server() -> AsyncIterator[Server]:
         max_num_batched_tokens=CACHE_TOKENS,
         kv_host_memory_gib=HOST_GIB,
     )
-    keys = [ApiKey(digest=digest_of(key), tenant=tenant) for tenant, key in KEYS.items()]
+    keys = tuple(ApiKey(digest=digest_of(key), tenant=tenant) for tenant, key in KEYS.items())
     async with AsyncEngine.start(config) as engine:
-        runner = await run_app(engine, "127.0.0.1", 0, api_keys=keys)
+        runner = await run_app(engine, "127.0.0.1", 0, HttpOptions(api_keys=keys))
         try:
             async with aiohttp.ClientSession(f"http://127.0.0.1:{bound_port(runner)}") as http:
                 yield Server(engine, http)

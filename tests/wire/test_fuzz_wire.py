@@ -66,7 +66,7 @@ class Frames:
 
 def received(types: Any, *frames: bytes) -> tuple[list[Any], int]:
     """The messages that a pipe's reader gets of these frames, and how many frames it counts as none."""
-    receiver = Receiver(cast(Any, Frames(*frames)), types)
+    receiver = Receiver(cast(Any, Frames(*frames)), types, lambda frame: None)
     return list(receiver.drain()), receiver.malformed
 
 

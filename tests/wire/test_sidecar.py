@@ -15,10 +15,11 @@ from typing import IO
 import msgspec
 import pytest
 
-from asyncengine.config import EngineConfig, Role, SidecarConfig
+from asyncengine import __version__
+from asyncengine.config import EngineConfig, GrammarConfig, Role, SidecarConfig
 from asyncengine.wire.pipes import Pipes, Receiver, make_run_dir
 from asyncengine.wire.reports import Fatal, Heartbeat, Progress, Ready, RunnerInfo, ToSupervisor
-from asyncengine.wire.sidecar import PARENT_GONE_EXIT_CODE, write_config
+from asyncengine.wire.sidecar import PARENT_GONE_EXIT_CODE, Origin, write_config
 
 CHILD = Path(__file__).with_name("sidecar_child.py")
 WAIT_SECONDS = 60
@@ -60,8 +61,19 @@ def config_for(run_dir: Path, role: Role = "gpu_runner") -> SidecarConfig:
     return SidecarConfig(engine=engine, role=role, index=2, model_path="/no/such/model", run_dir=str(run_dir))
 
 
+class LaterConfig(msgspec.Struct, kw_only=True):
+    """What another version hands a sidecar: of today's fields it has only those of `Origin`."""
+
+    run_dir: str
+    index: int = 2
+    life: int = 5
+    version: str = "99.0"
+    engine: str = "quite another"
+    mood: tuple[float, ...] = (0.5,)
+
+
 def start(
-    config: SidecarConfig,
+    config: msgspec.Struct,
     behaviour: str,
     started: list[subprocess.Popen[bytes]],
     *,
@@ -215,3 +227,38 @@ def test_a_sidecar_refuses_the_configuration_of_another_role(
     tmp_path: Path, started: list[subprocess.Popen[bytes]]
 ) -> None:
     assert start(config_for(tmp_path, "tokenizer_proc"), "serve", started).wait(WAIT_SECONDS) == 1
+
+
+@pytest.mark.parametrize("role", ["gpu_runner", "tokenizer_proc"])
+def test_a_sidecar_of_another_version_than_its_parent_says_so_in_a_form_that_all_versions_read(
+    role: str, supervisor: tuple[Path, Receiver], started: list[subprocess.Popen[bytes]]
+) -> None:
+    run_dir, receiver = supervisor
+    process = start(
+        LaterConfig(run_dir=str(run_dir)), "serve" if role == "gpu_runner" else "raise of a tokenizer", started
+    )
+    assert receiver.wait(WAIT_SECONDS * 1000)
+    assert msgspec.msgpack.decode(receiver.socket.recv()) == [
+        43,
+        role,
+        2,
+        f"{role} is of asyncengine {__version__}, but was started by 99.0: what was running when asyncengine was "
+        "upgraded must be started again",
+        5,
+    ]
+    assert process.wait(WAIT_SECONDS) == 1
+    assert list(receiver.drain()) == []
+
+
+def test_what_other_versions_read_of_a_configuration_is_in_it(tmp_path: Path) -> None:
+    fields = msgspec.to_builtins(config_for(tmp_path))
+    assert {name: fields[name] for name in Origin.__struct_fields__} == {
+        "run_dir": str(tmp_path),
+        "index": 2,
+        "life": 0,
+        "version": __version__,
+    }
+    fields = msgspec.to_builtins(GrammarConfig(model_path="", run_dir=str(tmp_path), eos_ids=(0,), life=4))
+    assert msgspec.convert(fields, Origin) == Origin(str(tmp_path), life=4, version=__version__)
+    del fields["version"]  # as it was before there was any
+    assert msgspec.convert(fields, Origin).version == "an earlier version"

@@ -14,7 +14,7 @@ from asyncengine.wire.sidecar import arm_life_line, read_config, watch_parent
 def main() -> None:
     """Serve until the parent is gone or kills this process."""
     arm_life_line()
-    config = read_config(GrammarConfig)
+    config = read_config(GrammarConfig, "a grammar process")
     watch_parent()
     sys.excepthook = print_fault
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the whole group; the supervisor decides
