@@ -352,9 +352,10 @@ class ChatShape(Shape):
 
 
 def _message_of(answer: Answer) -> AssistantMessageJson:
-    calls = answer.tool_calls
+    calls, reasoning = answer.tool_calls, answer.reasoning or UNSET
     return AssistantMessageJson(
         content=None if calls and not answer.text else answer.text,
-        reasoning_content=answer.reasoning or UNSET,
+        reasoning=reasoning,
+        reasoning_content=reasoning,
         tool_calls=calls or UNSET,
     )

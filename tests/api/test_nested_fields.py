@@ -211,8 +211,10 @@ async def test_a_refusal_stands_in_the_place_of_content(
         {"content": "", "reasoning_content": "Hm."},
         {"content": None, "reasoning_content": "Hm."},
         {"content": None, "reasoning": "Hm."},
-        {"content": None, "reasoning": "other", "reasoning_content": "Hm."},
+        {"content": None, "reasoning": "Hm.", "reasoning_content": "Hm."},
+        {"content": None, "reasoning": "Hm.", "reasoning_content": "older"},
         {"content": "", "reasoning": "Hm.", "reasoning_content": None},
+        {"content": "", "reasoning": "", "reasoning_content": "Hm."},
     ],
 )
 async def test_an_answer_that_is_all_reasoning_goes_back_by_whatever_name(

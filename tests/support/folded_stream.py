@@ -45,12 +45,13 @@ def _choice(parts: list[dict[str, Any]]) -> dict[str, Any]:
             name_and_arguments = calls.setdefault(call.get("index", place), ["", ""])
             name_and_arguments[0] += call["function"].get("name") or ""
             name_and_arguments[1] += call["function"].get("arguments") or ""
+    assert all(message.get("reasoning") == message.get("reasoning_content") for message in messages)
     (prompt, *more) = [part["prompt_logprobs"] for part in parts if part.get("prompt_logprobs")] or [None]
     assert not more
     return {
         "index": parts[0]["index"],
         "text": _joined(message.get("content") for message in messages),
-        "reasoning": _joined(message.get("reasoning_content") for message in messages),
+        "reasoning": _joined(message.get("reasoning") for message in messages),
         "tool_calls": [calls[index] for index in sorted(calls)],
         "finish_reason": parts[-1]["finish_reason"],
         "stop_reason": parts[-1].get("stop_reason"),
