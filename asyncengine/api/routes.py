@@ -38,8 +38,10 @@ from asyncengine.api.shapes import (
 )
 from asyncengine.api.stream_events import ChatCompletionChunkJson, CompletionChunkJson
 from asyncengine.api.unsupported import NO_EFFECT_IN_CHAT, NO_EFFECT_IN_COMPLETIONS
+from asyncengine.chat_prompt import ChatPrompt
 from asyncengine.engine_info import EngineInfo
 from asyncengine.errors import InvalidRequestError
+from asyncengine.request_terms import TenantTerms
 from asyncengine.sampling import SamplingParams
 from asyncengine.telemetry import current_trace
 
@@ -198,6 +200,14 @@ class Routes:
                     raise InvalidRequestError(error.message, code=error.code, param="prompt") from None
         return texts
 
+    async def _ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """The prompts' tokens. Raises `EngineError`."""
+        async with Patience(self._backend.info).beginning():
+            return [
+                (await self._backend.tokenize(prompt)).ids if isinstance(prompt, str | ChatPrompt) else list(prompt)
+                for prompt in prompts
+            ]
+
     async def cancel(self, request: web.Request) -> web.Response:
         name = request.match_info["id"]
         if not await self._backend.cancel(name, tenant=tenant_of(request)):
@@ -230,6 +240,15 @@ class Routes:
         options = asked.stream_options
         include_usage = options is not None and bool(options.include_usage)
         info = self._backend.info
+        terms: TenantTerms = {
+            "tenant": tenant_of(request),
+            "service_class": service_class_of(request, asked.service_class),
+            "session": asked.session,
+            "session_ttl_seconds": asked.session_ttl_seconds,
+        }
+        prompt_ids = await self._ids(prompts) if asked.tells_prompt_ids else None
+        if prompt_ids is not None and not isinstance(asked, ChatRequest):
+            prompts = prompt_ids
         answer = shape(
             info.model,
             info.fingerprint,
@@ -239,6 +258,7 @@ class Routes:
                 logprobs=params.logprobs is not None,
                 echo_logprobs=asked.num_logprobs if isinstance(asked, CompletionRequest) and asked.echo else None,
                 prompt_logprobs=asked.prompt_logprobs,
+                prompt_token_ids=prompt_ids and [ids for ids in prompt_ids for _ in range(params.n)],
                 include_usage=include_usage,
                 continuous_usage=options is not None and bool(options.continuous_usage_stats),
                 timings_from=received_ns if asked.timings else None,
@@ -258,12 +278,7 @@ class Routes:
             prompts=prompts,
             params=params,
             namespace=asked.cache_salt or "",
-            terms={
-                "tenant": tenant_of(request),
-                "service_class": service_class_of(request, asked.service_class),
-                "session": asked.session,
-                "session_ttl_seconds": asked.session_ttl_seconds,
-            },
+            terms=terms,
             shape=answer,
             include_usage=include_usage,
             parser=parser,

@@ -141,12 +141,51 @@ async def test_deltas_without_text_make_no_event(server: Server) -> None:
 
 async def test_token_ids_and_running_usage_come_when_asked(server: Server) -> None:
     options = {"return_token_ids": True, "stream_options": {"continuous_usage_stats": True}}
-    *chunks, _ = await server.events(COMPLETIONS, {"prompt": "abc", **options})
+    *chunks, _ = await server.events(COMPLETIONS, {"prompt": [97, 98, 99], **options})
     assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [[101], [102], [103], [104], [105]]
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 4, 5]
     assert chunks[-1]["usage"] == USAGE[COMPLETIONS]
     _, whole = await server.post(COMPLETIONS, {"prompt": "abc", "return_token_ids": True})
     assert whole["choices"][0]["token_ids"] == [101, 102, 103, 104, 105]
+
+
+async def test_a_completions_choice_begins_with_the_ids_of_its_own_prompt(server: Server, backend: FakeBackend) -> None:
+    told = {"return_prompt_token_ids": True, "n": 2}
+    for prompts in (["ab", "c"], [[1, 97, 98], [1, 99]]):
+        body = {"prompt": prompts, **told}
+        _, whole = await server.post(COMPLETIONS, body)
+        *chunks, _ = await server.events(COMPLETIONS, body)
+        expected = [[1, 97, 98], [1, 97, 98], [1, 99], [1, 99]]
+        assert [choice["prompt_token_ids"] for choice in whole["choices"]] == expected
+        for index, ids in enumerate(expected):
+            first, *rest = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+            assert first["prompt_token_ids"] == ids
+            assert not any("prompt_token_ids" in choice for choice in rest)
+            assert not any("token_ids" in choice for choice in (first, *rest))
+        assert [prompt for prompt, _ in backend.calls] == [[1, 97, 98], [1, 99]] * 2  # and is run as these
+        backend.calls.clear()
+
+
+async def test_a_chat_begins_with_the_ids_of_its_prompt(server: Server) -> None:
+    body = {"messages": [{"role": "user", "content": "ab"}], "return_token_ids": True, "n": 2}
+    _, whole = await server.post(CHAT, body)
+    first, *chunks, _ = await server.events(CHAT, body)
+    assert whole["prompt_token_ids"] == first["prompt_token_ids"] == [1, 97, 98]
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert not any("prompt_token_ids" in chunk or "prompt_token_ids" in chunk["choices"][0] for chunk in chunks)
+    _, without = await server.post(CHAT, body | {"return_prompt_token_ids": False})
+    assert "prompt_token_ids" not in without
+    assert "token_ids" in without["choices"][0]
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_whose_ids_cannot_be_told_is_refused_as_it_would_be_without(
+    server: Server, backend: FakeBackend, path: str, body: dict[str, object], stream: bool
+) -> None:
+    backend.refusal = InvalidRequestError("no", code="c", param="p")
+    status, answer = await server.post(path, {**body, "stream": stream, "return_token_ids": True})
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "c", "p")
 
 
 async def test_a_running_usage_is_in_every_event_of_a_chat_that_of_the_role_too(server: Server) -> None:
