@@ -63,7 +63,7 @@ Prompts = Annotated[
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
 SessionName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 RequestName = Annotated[str, Meta(pattern=REQUEST_NAME)]
-TemplateValue = bool | Annotated[str, Meta(max_length=64)]
+TemplateValue = bool | Annotated[str, Meta(max_length=64)] | None
 TemplateKwargs = Annotated[
     dict[str, TemplateValue],
     Meta(max_length=16, extra_json_schema={"propertyNames": {"enum": list(TEMPLATE_KWARGS)}}),
