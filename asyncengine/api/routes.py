@@ -17,6 +17,7 @@ from asyncengine.api.endpoints import ASKED_TERMS, ENGINE_CALL, NAMED_THING, End
 from asyncengine.api.errors import NotFoundError
 from asyncengine.api.generation import DeltaParser, Generation
 from asyncengine.api.patience import Patience
+from asyncengine.api.prompt_ids import ids_of
 from asyncengine.api.prompts import completion_prompts
 from asyncengine.api.request_body import IGNORED_FIELDS, check_known, ignored_fields_header, json_body, json_response
 from asyncengine.api.schema import (
@@ -38,7 +39,6 @@ from asyncengine.api.shapes import (
 )
 from asyncengine.api.stream_events import ChatCompletionChunkJson, CompletionChunkJson
 from asyncengine.api.unsupported import NO_EFFECT_IN_CHAT, NO_EFFECT_IN_COMPLETIONS
-from asyncengine.chat_prompt import ChatPrompt
 from asyncengine.engine_info import EngineInfo
 from asyncengine.errors import InvalidRequestError
 from asyncengine.request_terms import TenantTerms
@@ -200,14 +200,6 @@ class Routes:
                     raise InvalidRequestError(error.message, code=error.code, param="prompt") from None
         return texts
 
-    async def _ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """The prompts' tokens. Raises `EngineError`."""
-        async with Patience(self._backend.info).beginning():
-            return [
-                (await self._backend.tokenize(prompt)).ids if isinstance(prompt, str | ChatPrompt) else list(prompt)
-                for prompt in prompts
-            ]
-
     async def cancel(self, request: web.Request) -> web.Response:
         name = request.match_info["id"]
         if not await self._backend.cancel(name, tenant=tenant_of(request)):
@@ -246,9 +238,12 @@ class Routes:
             "session": asked.session,
             "session_ttl_seconds": asked.session_ttl_seconds,
         }
-        prompt_ids = await self._ids(prompts) if asked.tells_prompt_ids else None
-        if prompt_ids is not None and not isinstance(asked, ChatRequest):
-            prompts = prompt_ids
+        prompt_ids: list[list[int]] | None = None
+        if asked.tells_prompt_ids:
+            copies = params.n if shape.prompt_is_a_choices else 1
+            prompt_ids = await ids_of(self._backend, prompts, copies=copies)
+            if shape is CompletionShape:  # a conversation is more than its ids
+                prompts = prompt_ids
         answer = shape(
             info.model,
             info.fingerprint,

@@ -11,7 +11,7 @@ from api_server import CHAT, COMPLETIONS, JSON, Server, eventually
 from fake_backend import ANSWER, MODEL, FakeBackend
 
 from asyncengine import __version__
-from asyncengine.api import connections
+from asyncengine.api import connections, prompt_ids
 from asyncengine.errors import EngineDeadError, InvalidRequestError, OverloadedError
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -164,6 +164,21 @@ async def test_a_completions_choice_begins_with_the_ids_of_its_own_prompt(server
             assert not any("token_ids" in choice for choice in (first, *rest))
         assert [prompt for prompt, _ in backend.calls] == [[1, 97, 98], [1, 99]] * 2  # and is run as these
         backend.calls.clear()
+
+
+async def test_choices_tell_a_bounded_number_of_ids_of_their_prompts(
+    server: Server, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_ids, "MAX_IDS_AT_ONCE", 6)
+    body = {"prompt": [[1, 97], [1]], "return_token_ids": True}
+    assert (await server.post(COMPLETIONS, body | {"n": 2}))[0] == 200
+    backend.calls.clear()
+    status, answer = await server.post(COMPLETIONS, body | {"n": 3})
+    error = answer["error"]
+    assert (status, error["code"], error["param"]) == (400, "too_many_token_ids", "return_prompt_token_ids")
+    assert backend.calls == []
+    assert (await server.post(COMPLETIONS, body | {"n": 3, "return_prompt_token_ids": False}))[0] == 200
+    assert (await server.post(CHAT, {"messages": MESSAGES, "return_token_ids": True, "n": 16}))[0] == 200
 
 
 async def test_a_chat_begins_with_the_ids_of_its_prompt(server: Server) -> None:
