@@ -115,6 +115,7 @@ INSTEAD: Mapping[str, str] = {
 """What a client that sends such a field is after, and gets by another."""
 NO_EFFECT_IN_TOKENIZE: Mapping[str, tuple[Any, ...]] = {
     "chat_template": (),
+    "media_io_kwargs": (),
     "mm_processor_kwargs": (),
 }
 
@@ -125,7 +126,7 @@ def ignored_fields(
     """Names in `given` that are unknown here and ask for something. Raises `InvalidRequestError` for a known one that
     would matter."""
     ignored = []
-    for name in given.keys() - supported:
+    for name in sorted(given.keys() - supported):
         if name not in no_effect:
             if not _changes_nothing(given[name], ()):
                 ignored.append(name)
@@ -134,7 +135,7 @@ def ignored_fields(
             raise InvalidRequestError(
                 f"{name} is not supported by this server{instead}", code="unsupported_parameter", param=name
             )
-    return sorted(ignored)
+    return ignored
 
 
 def _changes_nothing(raw: msgspec.Raw, values: tuple[Any, ...]) -> bool:
