@@ -124,11 +124,13 @@ def request_body(
     """Of a completion, or of a chat completion if the prompt is a conversation. Raises `InvalidRequestError` for what
     is no JSON."""
     prompt = plain_prompt(prompt)
-    # `return_token_ids` and `continuous_usage_stats` carry what a delta has besides its text
+    # `return_token_ids` and `continuous_usage_stats` carry what a delta has besides its text, and no delta has the
+    # prompt's ids
     body: dict[str, Any] = msgspec.structs.asdict(params) | {
         "stream": True,
         "stream_options": {"continuous_usage_stats": True},
         "return_token_ids": True,
+        "return_prompt_token_ids": False,
         "logit_bias": dict(params.logit_bias),
     }
     body["structured_outputs"] = _outputs(body.pop("structured"))

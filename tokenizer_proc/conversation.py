@@ -14,8 +14,8 @@ def parse_conversation(data: bytes) -> list[dict[str, Any]]:
 
     `content` is a text or a list of text parts. Tool-call arguments given as JSON text become objects, the form in
     which templates expect them; any other text, which a model may have written, stays a text, and an empty one is no
-    arguments. Which roles exist, and in which order, is for the template to say. Raises `InvalidRequestError` naming
-    the place of the fault.
+    arguments. Reasoning has both of its names, since templates read one or the other. Which roles exist, and in which
+    order, is for the template to say. Raises `InvalidRequestError` naming the place of the fault.
     """
     messages = _decode(data, "messages")
     if not isinstance(messages, list) or not messages:
@@ -74,9 +74,12 @@ def _message(message: Any, place: str) -> dict[str, Any]:
         _check_parts(content, f"{place}.content")
     elif not isinstance(content, str | None):
         _refuse(f"{place}.content must be a text or a list of text parts")
+    changes: dict[str, Any] = {}
     if isinstance(tool_calls, list):
-        return {**message, "tool_calls": [_tool_call(call) for call in tool_calls]}
-    return message
+        changes["tool_calls"] = [_tool_call(call) for call in tool_calls]
+    if reasoning := message.get("reasoning") or message.get("reasoning_content"):
+        changes["reasoning"] = changes["reasoning_content"] = reasoning
+    return {**message, **changes}
 
 
 def _check_parts(parts: list[Any], place: str) -> None:

@@ -29,27 +29,33 @@ class ToolCallChunkJson(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AssistantMessageJson(msgspec.Struct, frozen=True, kw_only=True):
-    """content: null where the answer consists of calls. reasoning_content, tool_calls: only where there are some."""
+    """content: null where the answer consists of calls. reasoning, tool_calls: only where there are some.
+    reasoning_content: the same as `reasoning`."""
 
     role: str = "assistant"
     content: str | None
     refusal: None = None
+    reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallJson] | UnsetType = UNSET
 
 
 class DeltaJson(msgspec.Struct, frozen=True, kw_only=True):
-    """What is new of a message. role: in the first event of a choice, with nothing else."""
+    """What is new of a message. role: in the first event of a choice, with nothing else. reasoning_content: the same as
+    `reasoning`."""
 
     role: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     tool_calls: list[ToolCallChunkJson] | UnsetType = UNSET
 
 
 def delta_json(delta: Delta) -> DeltaJson:
+    reasoning = delta.reasoning or UNSET
     return DeltaJson(
-        reasoning_content=delta.reasoning or UNSET,
+        reasoning=reasoning,
+        reasoning_content=reasoning,
         content=delta.text or UNSET,
         tool_calls=[_call_chunk(call) for call in delta.tool_calls] or UNSET,
     )

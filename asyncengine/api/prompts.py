@@ -86,7 +86,7 @@ def conversation(
             "add_generation_prompt",
             param="continue_final_message",
         )
-    kwargs = template_kwargs or {}
+    kwargs: dict[str, object] = {name: value for name, value in (template_kwargs or {}).items() if value is not None}
     for name in kwargs:
         if name not in TEMPLATE_KWARGS:
             raise InvalidRequestError(
@@ -98,6 +98,6 @@ def conversation(
         messages=[template_message(message, f"messages[{i}]") for i, message in enumerate(messages)],
         add_generation_prompt=add_generation_prompt is not False,
         continue_final_message=bool(continue_final_message),
-        template_kwargs=dict(kwargs),
+        template_kwargs=kwargs,
         tools=tools,
     )

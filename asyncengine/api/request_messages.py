@@ -1,8 +1,8 @@
 """The turns of a conversation as clients send them, and as the model's chat template gets them.
 
 An answer's message may come back as a client holds it: with what is null or empty in every answer of this server, with
-`index` as its chunks had it, with the reasoning under the name that other servers give it, and with what the client
-itself has made of it (`parsed`, `parsed_arguments`) or notes beside it, which says nothing that is not in the text.
+`index` as its chunks had it, with the reasoning under either of its names or both, and with what the client itself has
+made of it (`parsed`, `parsed_arguments`) or notes beside it, which says nothing that is not in the text.
 Whoever asks for a cache has one. Any other field is reported, for nobody acts on it, and so is what another server has
 put into a field that is empty in answers of this one.
 """
@@ -56,14 +56,14 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One turn of a conversation. reasoning: another name of `reasoning_content`, which counts where both are there.
+    """One turn of a conversation. reasoning_content: the older name of `reasoning`, which counts where both have text.
     refusal: stands in the place of an assistant's content."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[ContentPart], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     name: Name | None = None
-    reasoning_content: str | None = None
     reasoning: str | None = None
+    reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOL_CALLS)] | None = None
     tool_call_id: Name | None = None
     refusal: str | None = None
@@ -98,7 +98,7 @@ def template_message(message: Message, where: str) -> dict[str, object]:
     turn: dict[str, object] = {"role": role, "content": _text(message, where)}
     if message.name is not None:
         turn["name"] = message.name
-    if (reasoning := _reasoning(message)) is not None:
+    if reasoning := _reasoning(message):
         turn["reasoning_content"] = reasoning
     if message.tool_calls is not None:
         turn["tool_calls"] = [
@@ -117,7 +117,7 @@ def _template_call(call: ToolCall, where: str) -> dict[str, object]:
 
 
 def _reasoning(message: Message) -> str | None:
-    return message.reasoning if message.reasoning_content is None else message.reasoning_content
+    return message.reasoning or message.reasoning_content
 
 
 def _refused(message: Message) -> bool:

@@ -17,6 +17,7 @@ from asyncengine.api.endpoints import ENGINE_CALL, NAMED_THING, Endpoint, Header
 from asyncengine.api.errors import NotFoundError
 from asyncengine.api.generation import DeltaParser, Generation
 from asyncengine.api.patience import Patience
+from asyncengine.api.prompt_ids import ids_of
 from asyncengine.api.prompts import completion_prompts
 from asyncengine.api.request_body import IGNORED_FIELDS, check_known, ignored_fields_header, json_body, json_response
 from asyncengine.api.schema import (
@@ -40,6 +41,7 @@ from asyncengine.api.stream_events import ChatCompletionChunkJson, CompletionChu
 from asyncengine.api.unsupported import NO_EFFECT_IN_CHAT, NO_EFFECT_IN_COMPLETIONS
 from asyncengine.engine_info import EngineInfo
 from asyncengine.errors import InvalidRequestError
+from asyncengine.request_terms import TenantTerms
 from asyncengine.sampling import SamplingParams
 from asyncengine.telemetry import current_trace
 
@@ -230,6 +232,18 @@ class Routes:
         options = asked.stream_options
         include_usage = options is not None and bool(options.include_usage)
         info = self._backend.info
+        terms: TenantTerms = {
+            "tenant": tenant_of(request),
+            "service_class": service_class_of(request, asked.service_class),
+            "session": asked.session,
+            "session_ttl_seconds": asked.session_ttl_seconds,
+        }
+        prompt_ids: list[list[int]] | None = None
+        if asked.tells_prompt_ids:
+            copies = params.n if shape.prompt_is_a_choices else 1
+            prompt_ids = await ids_of(self._backend, prompts, copies=copies)
+            if shape is CompletionShape:  # a conversation is more than its ids
+                prompts = prompt_ids
         answer = shape(
             info.model,
             info.fingerprint,
@@ -239,6 +253,7 @@ class Routes:
                 logprobs=params.logprobs is not None,
                 echo_logprobs=asked.num_logprobs if isinstance(asked, CompletionRequest) and asked.echo else None,
                 prompt_logprobs=asked.prompt_logprobs,
+                prompt_token_ids=prompt_ids and [ids for ids in prompt_ids for _ in range(params.n)],
                 include_usage=include_usage,
                 continuous_usage=options is not None and bool(options.continuous_usage_stats),
                 timings_from=received_ns if asked.timings else None,
@@ -258,12 +273,7 @@ class Routes:
             prompts=prompts,
             params=params,
             namespace=asked.cache_salt or "",
-            terms={
-                "tenant": tenant_of(request),
-                "service_class": service_class_of(request, asked.service_class),
-                "session": asked.session,
-                "session_ttl_seconds": asked.session_ttl_seconds,
-            },
+            terms=terms,
             shape=answer,
             include_usage=include_usage,
             parser=parser,

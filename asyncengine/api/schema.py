@@ -63,7 +63,7 @@ Prompts = Annotated[
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
 SessionName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 RequestName = Annotated[str, Meta(pattern=REQUEST_NAME)]
-TemplateValue = bool | Annotated[str, Meta(max_length=64)]
+TemplateValue = bool | Annotated[str, Meta(max_length=64)] | None
 TemplateKwargs = Annotated[
     dict[str, TemplateValue],
     Meta(max_length=16, extra_json_schema={"propertyNames": {"enum": list(TEMPLATE_KWARGS)}}),
@@ -86,11 +86,12 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What both endpoints have in common. null means the default everywhere.
 
-    return_token_ids: each choice also carries its new `token_ids`. timings: each choice says at its end where its time
-    went (see `api.timings`). request_id: part of the answer's id, by which the
-    request can be cancelled; without it one is drawn. cache_salt: cached prefixes are shared among requests with the
-    same one. service_class, session, session_ttl_seconds: see `request_terms.AskedTerms`. user: names the person that
-    the client acts for, and changes nothing.
+    return_token_ids: each choice also carries its new `token_ids`, and the answer its `prompt_token_ids` unless
+    return_prompt_token_ids, whose default it is, says no. timings: each choice says at its end where its time went (see
+    `api.timings`). request_id: part of the answer's id, by which the request can be cancelled; without it one is drawn.
+    cache_salt: cached prefixes are shared among requests with the same one. service_class, session,
+    session_ttl_seconds: see `request_terms.AskedTerms`. user: names the person that the client acts for, and changes
+    nothing.
     """
 
     model: Name | None = None
@@ -117,6 +118,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    return_prompt_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     timings: bool | None = None
@@ -131,6 +133,12 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     def num_choices(self) -> int:
         """`n`: choices per prompt."""
         return 1 if self.n is None else self.n
+
+    @property
+    def tells_prompt_ids(self) -> bool:
+        """The answer has its prompts' ids."""
+        asked = self.return_prompt_token_ids
+        return bool(self.return_token_ids if asked is None else asked)
 
     @property
     def num_logprobs(self) -> int | None:

@@ -102,6 +102,7 @@ class CompletionChoiceJson(ChoiceJson, frozen=True, kw_only=True):
     text: str
     logprobs: CompletionLogprobsJson | None
     prompt_logprobs: PromptLogprobsJson | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChoiceJson(ChoiceJson, frozen=True, kw_only=True):
@@ -120,6 +121,7 @@ class ResponseJson(msgspec.Struct, Generic[C], frozen=True, kw_only=True):
     system_fingerprint: str
     choices: list[C]
     prompt_logprobs: PromptLogprobsJson | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
     usage: Usage
 
 
@@ -135,9 +137,10 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """name: the client's own for the request, which becomes part of its id; None draws one. token_ids: choices carry
     their token ids. logprobs: whole choices have log-probabilities, though perhaps of no token; a chunk has those that
     its delta has, else null. echo_logprobs: they begin with those of the echoed prompt, with so many likely tokens
-    each. prompt_logprobs: how many likely tokens `prompt_logprobs` have of each of a prompt's. include_usage: a last
-    chunk with the total usage is promised, so the others say null. continuous_usage: every chunk carries its choice's
-    usage so far. timings_from: choices that have ended have timings, since this time (ns); None for none.
+    each. prompt_logprobs: how many likely tokens `prompt_logprobs` have of each of a prompt's. prompt_token_ids: of
+    each choice's prompt, to be told; None for not. include_usage: a last chunk with the total usage is promised, so the
+    others say null. continuous_usage: every chunk carries its choice's usage so far. timings_from: choices that have
+    ended have timings, since this time (ns); None for none.
     """
 
     name: str | None = None
@@ -145,6 +148,7 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool = False
     echo_logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_token_ids: Sequence[list[int]] | None = None
     include_usage: bool = False
     continuous_usage: bool = False
     timings_from: int | None = None
@@ -158,7 +162,7 @@ class Shape(ABC):
     chunk_object: ClassVar[str]
     response_type: ClassVar[type[ResponseJson[Any]]]
     prompt_is_a_choices: ClassVar[bool]
-    """Whether `prompt_logprobs` belong to choices, or once to the response."""
+    """Whether what is told of a prompt belongs to choices, or once to the response."""
     text_members: ClassVar[tuple[bytes, bytes]]
     """What comes before and after a choice's text in a chunk."""
 
@@ -172,6 +176,8 @@ class Shape(ABC):
         self._logprobs = options.logprobs
         self._echo_logprobs = options.echo_logprobs
         self._prompt_logprobs = options.prompt_logprobs
+        self._prompt_ids = options.prompt_token_ids
+        self._begun: set[int] = set()  # choices that had a chunk, where it makes a difference
         self._continuous_usage = options.continuous_usage
         self._timings_from = options.timings_from
         head = {
@@ -183,7 +189,7 @@ class Shape(ABC):
         }
         self._head = encode(head)[:-1] + b',"choices":['
         self._tail = b',"usage":null}' if options.include_usage else b"}"
-        self._text_is_all = not options.token_ids and not options.continuous_usage
+        self._text_is_all = not options.token_ids and not options.continuous_usage and self._prompt_ids is None
         before, after = self.text_members
         self._before_text = b"data: " + self._head.replace(b"%", b"%%") + b'{"index":%d,' + before
         self._after_text = after + b',"logprobs":null,"finish_reason":null}]' + self._tail + b"\n\n"
@@ -216,6 +222,7 @@ class Shape(ABC):
             system_fingerprint=self._fingerprint,
             choices=choices,
             prompt_logprobs=UNSET if self.prompt_is_a_choices else self._prompt_json(answers[0].prompt_logprobs),
+            prompt_token_ids=UNSET if self.prompt_is_a_choices else self._ids_of_prompt(0),
             usage=usage,
         )
         return encode(response)
@@ -268,6 +275,13 @@ class Shape(ABC):
     def _ids(self, answer: Answer) -> list[int] | UnsetType:
         return answer.token_ids if self._token_ids else UNSET
 
+    def _ids_of_prompt(self, index: int) -> list[int] | UnsetType:
+        return UNSET if self._prompt_ids is None else self._prompt_ids[index]
+
+    def _ids_member(self, index: int) -> bytes:
+        """The ids of the prompt of choice `index` as a further member of an object."""
+        return b"" if self._prompt_ids is None else b',"prompt_token_ids":' + encode(self._prompt_ids[index])
+
     def _echoed(self, prompt: list[PromptLogprob] | None) -> list[PromptLogprob]:
         return [] if prompt is None or self._echo_logprobs is None else prompt
 
@@ -287,13 +301,20 @@ class CompletionShape(Shape):
     def chunk(self, index: int, delta: Delta) -> bytes:
         if self._is_text_only(delta):
             return self._text_event(index, delta.text)
-        return self._event(index, b'"text":' + encode(delta.text), delta) if self._has_news(delta) else b""
+        if not self._has_news(delta):
+            return b""
+        content = b'"text":' + encode(delta.text)
+        if index not in self._begun:
+            self._begun.add(index)
+            content += self._ids_member(index)
+        return self._event(index, content, delta)
 
     def _choice(self, index: int, answer: Answer) -> ChoiceJson:
         return CompletionChoiceJson(
             index=index,
             text=answer.text,
             prompt_logprobs=self._prompt_json(answer.prompt_logprobs),
+            prompt_token_ids=self._ids_of_prompt(index),
             logprobs=self._logprobs_json(answer.logprobs, self._echoed(answer.prompt_logprobs))
             if self._logprobs
             else None,
@@ -311,7 +332,7 @@ class CompletionShape(Shape):
 
 
 class ChatShape(Shape):
-    """A choice's first chunk names its role and nothing else, as OpenAI's does."""
+    """A choice's first chunk names its role and nothing else, as OpenAI's does; the very first has the prompt's ids."""
 
     id_prefix = "chatcmpl"
     object = "chat.completion"
@@ -321,15 +342,12 @@ class ChatShape(Shape):
     text_members = (b'"delta":{"content":', b"}")
     _ROLE = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
 
-    def __init__(self, model: str, fingerprint: str, options: AnswerOptions) -> None:
-        super().__init__(model, fingerprint, options)
-        self._begun: set[int] = set()
-
     def chunk(self, index: int, delta: Delta) -> bytes:
         role = b""
         if index not in self._begun:
+            prompt = b"" if self._begun else self._ids_member(index)
             self._begun.add(index)
-            role = event(self._head + b'{"index":%d,' % index + self._ROLE + self._usage_so_far(delta))
+            role = event(self._head + b'{"index":%d,' % index + self._ROLE + prompt + self._usage_so_far(delta))
         if self._is_text_only(delta):
             return role + self._text_event(index, delta.text)
         if not self._has_news(delta):
@@ -352,9 +370,10 @@ class ChatShape(Shape):
 
 
 def _message_of(answer: Answer) -> AssistantMessageJson:
-    calls = answer.tool_calls
+    calls, reasoning = answer.tool_calls, answer.reasoning or UNSET
     return AssistantMessageJson(
         content=None if calls and not answer.text else answer.text,
-        reasoning_content=answer.reasoning or UNSET,
+        reasoning=reasoning,
+        reasoning_content=reasoning,
         tool_calls=calls or UNSET,
     )

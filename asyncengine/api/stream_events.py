@@ -19,6 +19,7 @@ class CompletionChunkChoiceJson(ChoiceJson, frozen=True, kw_only=True):
     text: str
     logprobs: CompletionLogprobsJson | None
     prompt_logprobs: PromptLogprobsJson | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunkChoiceJson(ChoiceJson, frozen=True, kw_only=True):
@@ -51,3 +52,4 @@ class ChatCompletionChunkJson(ChunkJson[ChatChunkChoiceJson], frozen=True, kw_on
     """News of one choice of a chat."""
 
     prompt_logprobs: PromptLogprobsJson | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET

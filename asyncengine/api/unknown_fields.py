@@ -1,5 +1,5 @@
 """Fields of a conversation that nobody knows here: clients note this and that beside what they send, so such fields are
-left out and named, as those of the body itself are."""
+left out and, unless they are null, named, as those of the body itself are."""
 
 from __future__ import annotations
 
@@ -49,6 +49,5 @@ def _leave_out(value: Any, kind: inspect.Type, place: str, places: list[str]) ->
         for name in list(value):
             if name in fields:
                 _leave_out(value[name], fields[name], f"{place}.{name}", places)
-            else:
-                del value[name]
+            elif value.pop(name) is not None:
                 places.append(f"{place}.{name[:MAX_SHOWN_NAME_CHARS]}")

@@ -1,7 +1,8 @@
 """Fields that clients of OpenAI-compatible servers know and this one does not act on.
 
 One that is given a value which changes nothing is accepted. With any other value it is refused: an answer that
-silently ignores it would be wrong. Fields that appear neither here nor in the schema are ignored and reported.
+silently ignores it would be wrong. Fields that appear neither here nor in the schema are ignored and reported, unless
+they are null, which asks for nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ MAX_NO_EFFECT_BYTES = 64
 _BOTH: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
+    "custom_logit_processor": (),
     "ebnf": (),
+    "ec_transfer_params": (),
+    "extra_key": (),
     "grammar": (),
     "guided_choice": (),
     "guided_grammar": (),
@@ -31,12 +35,24 @@ _BOTH: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logits_processors": ([],),
     "logprob_token_ids": (),
+    "lora_path": (),
+    "no_stop_trim": (False,),
     "regex": (),
     "repetition_detection": (),
+    "return_cached_tokens_details": (False,),
+    "return_hidden_states": (False,),
+    "return_mm_kwargs": (True, False),
+    "return_routed_experts": (False,),
+    "return_token_offsets": (False,),
     "return_tokens_as_token_ids": (False,),
+    "routed_experts_prompt_start": (0,),
+    "routed_experts_start_len": (0,),
+    "session_params": (),
     "spaces_between_special_tokens": (True,),
+    "stop_regex": ([],),
     "thinking_token_budget": (-1,),
     "truncate_prompt_tokens": (),
+    "truncation_side": ("left", "right"),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
     "watermarking": (False,),
@@ -58,11 +74,18 @@ NO_EFFECT_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "include_reasoning": (True,),
+    "input_ids": (),
+    "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "prediction": (),
+    "reasoning": (),
     "reasoning_effort": (),
+    "return_meta_info": (False,),
+    "return_prompt_text": (False,),
+    "separate_reasoning": (True,),
     "store": (False,),
+    "stream_reasoning": (True,),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -71,6 +94,7 @@ INSTEAD: Mapping[str, str] = {
     "bad_words": "logit_bias at -100 bans a token",
     "best_of": "ask for n and choose",
     "ebnf": 'structured_outputs has "grammar"',
+    "extra_key": "cache_salt keeps cached prefixes apart",
     "function_call": "tool_choice is its newer form",
     "functions": "tools are their newer form",
     "grammar": 'structured_outputs has "grammar"',
@@ -78,14 +102,20 @@ INSTEAD: Mapping[str, str] = {
     "guided_grammar": 'structured_outputs has "grammar"',
     "guided_json": 'structured_outputs has "json"',
     "guided_regex": 'structured_outputs has "regex"',
+    "input_ids": "/v1/completions takes ids as its prompt",
     "json_schema": 'structured_outputs has "json"',
+    "no_stop_trim": "include_stop_str_in_output is its name here",
+    "reasoning": "chat_template_kwargs sets what the model's own template knows",
     "reasoning_effort": "chat_template_kwargs sets what the model's own template knows",
     "regex": 'structured_outputs has "regex"',
+    "return_prompt_text": "return_prompt_token_ids tells its ids, and /detokenize their text",
     "return_tokens_as_token_ids": "return_token_ids tells ids",
+    "separate_reasoning": "a server with --reasoning-parser none leaves reasoning in the text",
 }
 """What a client that sends such a field is after, and gets by another."""
 NO_EFFECT_IN_TOKENIZE: Mapping[str, tuple[Any, ...]] = {
     "chat_template": (),
+    "media_io_kwargs": (),
     "mm_processor_kwargs": (),
 }
 
@@ -93,17 +123,19 @@ NO_EFFECT_IN_TOKENIZE: Mapping[str, tuple[Any, ...]] = {
 def ignored_fields(
     given: Mapping[str, msgspec.Raw], supported: Iterable[str], no_effect: Mapping[str, tuple[Any, ...]]
 ) -> list[str]:
-    """Names in `given` that are unknown here. Raises `InvalidRequestError` for a known one that would matter."""
+    """Names in `given` that are unknown here and ask for something. Raises `InvalidRequestError` for a known one that
+    would matter."""
     ignored = []
-    for name in given.keys() - supported:
+    for name in sorted(given.keys() - supported):
         if name not in no_effect:
-            ignored.append(name)
+            if not _changes_nothing(given[name], ()):
+                ignored.append(name)
         elif not _changes_nothing(given[name], no_effect[name]):
             instead = f": {INSTEAD[name]}" if name in INSTEAD else ""
             raise InvalidRequestError(
                 f"{name} is not supported by this server{instead}", code="unsupported_parameter", param=name
             )
-    return sorted(ignored)
+    return ignored
 
 
 def _changes_nothing(raw: msgspec.Raw, values: tuple[Any, ...]) -> bool:

@@ -35,6 +35,7 @@ BOTH: dict[str, dict[str, Any]] = {
     "stream": {"stream": True},
     "stream_options": {"stream": True, "stream_options": {"include_usage": True}},
     "return_token_ids": {"return_token_ids": True},
+    "return_prompt_token_ids": {"return_prompt_token_ids": True},
     "timings": {"timings": True},
     "request_id": {"request_id": "mine"},
     "cache_salt": {"cache_salt": "tenant"},

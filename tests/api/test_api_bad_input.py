@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -14,6 +15,13 @@ from fake_backend import MODEL, VOCAB_SIZE, FakeBackend
 
 from asyncengine.api import connections, request_body
 from asyncengine.api.schema import ChatRequest, CompletionRequest
+from asyncengine.api.unsupported import (
+    INSTEAD,
+    NO_EFFECT_IN_CHAT,
+    NO_EFFECT_IN_COMPLETIONS,
+    NO_EFFECT_IN_TOKENIZE,
+)
+from asyncengine.chat_prompt import ChatPrompt
 from asyncengine.errors import InvalidRequestError
 
 USER = {"role": "user", "content": "hi"}
@@ -200,7 +208,6 @@ async def test_media_is_refused(server: Server, part: dict) -> None:
         {"chat_template_kwargs": {"chat_template": "{{'x'*10**9}}"}},
         {"chat_template_kwargs": {"messages": "x"}},
         {"chat_template_kwargs": {"enable_thinking": 1}},
-        {"chat_template_kwargs": {"enable_thinking": None}},
         {"chat_template_kwargs": {"date_string": "x" * 65}},
         {"chat_template_kwargs": {"date_string": ["x"]}},
     ],
@@ -367,6 +374,32 @@ async def test_a_text_that_is_none_of_some_is_answered_with_those(server: Server
     assert (await refused(server, CHAT, {"messages": [USER], **wrong}))["message"] == message
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "table"),
+    [
+        (COMPLETIONS, {"prompt": "a"}, NO_EFFECT_IN_COMPLETIONS),
+        (CHAT, {"messages": [USER]}, NO_EFFECT_IN_CHAT),
+        ("/tokenize", {"messages": [USER]}, NO_EFFECT_IN_TOKENIZE),
+    ],
+)
+async def test_every_known_field_is_accepted_with_what_changes_nothing_and_refused_with_anything_else(
+    server: Server, backend: FakeBackend, path: str, body: dict[str, Any], table: Mapping[str, tuple[Any, ...]]
+) -> None:
+    longest = max(map(len, table.values()))
+    for place in range(longest + 1):
+        same = {name: (None, *values)[min(place, len(values))] for name, values in table.items()}
+        async with server.session.post(server.url + path, json=body | same) as response:
+            assert response.status == 200, await response.text()
+            assert "x-ignored-fields" not in response.headers
+    assert backend.calls[1:] == backend.calls[:1] * (len(backend.calls) - 1)
+    backend.calls.clear()
+    for name in table:
+        error = await refused(server, path, body | {name: {"x": 1}})
+        assert (error["code"], error["param"]) == ("unsupported_parameter", name)
+    assert backend.calls == []
+    assert set(INSTEAD) <= NO_EFFECT_IN_COMPLETIONS.keys() | NO_EFFECT_IN_CHAT.keys()
+
+
 async def test_what_has_another_name_here_is_refused_with_that_name(server: Server) -> None:
     error = await refused(server, COMPLETIONS, {"prompt": "a", "guided_json": {"type": "object"}})
     assert error["message"] == 'guided_json is not supported by this server: structured_outputs has "json"'
@@ -410,6 +443,29 @@ async def test_a_strict_server_refuses_unknown_fields_by_name(
     assert (error["param"], error["code"]) == ("temprature", "unknown_parameter")
     assert error["message"] == "'temprature' is no field of this request"
     assert len(backend.calls) == (path in (COMPLETIONS, CHAT))
+
+
+async def test_an_unknown_field_that_is_null_asks_for_nothing(server: Server, backend: FakeBackend) -> None:
+    backend.info = msgspec.structs.replace(backend.info, refuse_unknown_fields=True)
+    tool = {"type": "function", "zz": None, "function": {"name": "f", "zz": None}}
+    bodies = {
+        COMPLETIONS: {"prompt": "a", "service_tier": None},
+        CHAT: {"messages": [USER | {"reasoning_details": None}], "tools": [tool], "metadata": None},
+        "/tokenize": {"prompt": "a", "zz": None},
+        "/detokenize": {"tokens": [97], "zz": None},
+    }
+    for path, body in bodies.items():
+        async with server.session.post(server.url + path, json=body) as response:
+            assert (response.status, "x-ignored-fields" in response.headers) == (200, False)
+    error = await refused(server, COMPLETIONS, {"prompt": "a", "service_tier": 0})
+    assert (error["param"], error["code"]) == ("service_tier", "unknown_parameter")
+
+
+async def test_a_template_variable_that_is_null_is_none(server: Server, backend: FakeBackend) -> None:
+    body = {"messages": [USER], "chat_template_kwargs": {"enable_thinking": None, "thinking": True}}
+    assert (await server.post(CHAT, body))[0] == 200
+    assert isinstance(prompt := backend.calls[0][0], ChatPrompt)
+    assert prompt.template_kwargs == {"thinking": True}
 
 
 async def test_many_long_unknown_fields_keep_the_header_small(server: Server) -> None:

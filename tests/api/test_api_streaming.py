@@ -11,7 +11,7 @@ from api_server import CHAT, COMPLETIONS, JSON, Server, eventually
 from fake_backend import ANSWER, MODEL, FakeBackend
 
 from asyncengine import __version__
-from asyncengine.api import connections
+from asyncengine.api import connections, prompt_ids
 from asyncengine.errors import EngineDeadError, InvalidRequestError, OverloadedError
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -141,12 +141,66 @@ async def test_deltas_without_text_make_no_event(server: Server) -> None:
 
 async def test_token_ids_and_running_usage_come_when_asked(server: Server) -> None:
     options = {"return_token_ids": True, "stream_options": {"continuous_usage_stats": True}}
-    *chunks, _ = await server.events(COMPLETIONS, {"prompt": "abc", **options})
+    *chunks, _ = await server.events(COMPLETIONS, {"prompt": [97, 98, 99], **options})
     assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [[101], [102], [103], [104], [105]]
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 4, 5]
     assert chunks[-1]["usage"] == USAGE[COMPLETIONS]
     _, whole = await server.post(COMPLETIONS, {"prompt": "abc", "return_token_ids": True})
     assert whole["choices"][0]["token_ids"] == [101, 102, 103, 104, 105]
+
+
+async def test_a_completions_choice_begins_with_the_ids_of_its_own_prompt(server: Server, backend: FakeBackend) -> None:
+    told = {"return_prompt_token_ids": True, "n": 2}
+    for prompts in (["ab", "c"], [[1, 97, 98], [1, 99]]):
+        body = {"prompt": prompts, **told}
+        _, whole = await server.post(COMPLETIONS, body)
+        *chunks, _ = await server.events(COMPLETIONS, body)
+        expected = [[1, 97, 98], [1, 97, 98], [1, 99], [1, 99]]
+        assert [choice["prompt_token_ids"] for choice in whole["choices"]] == expected
+        for index, ids in enumerate(expected):
+            first, *rest = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+            assert first["prompt_token_ids"] == ids
+            assert not any("prompt_token_ids" in choice for choice in rest)
+            assert not any("token_ids" in choice for choice in (first, *rest))
+        assert [prompt for prompt, _ in backend.calls] == [[1, 97, 98], [1, 99]] * 2  # and is run as these
+        backend.calls.clear()
+
+
+async def test_choices_tell_a_bounded_number_of_ids_of_their_prompts(
+    server: Server, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_ids, "MAX_IDS_AT_ONCE", 6)
+    body = {"prompt": [[1, 97], [1]], "return_token_ids": True}
+    assert (await server.post(COMPLETIONS, body | {"n": 2}))[0] == 200
+    backend.calls.clear()
+    status, answer = await server.post(COMPLETIONS, body | {"n": 3})
+    error = answer["error"]
+    assert (status, error["code"], error["param"]) == (400, "too_many_token_ids", "return_prompt_token_ids")
+    assert backend.calls == []
+    assert (await server.post(COMPLETIONS, body | {"n": 3, "return_prompt_token_ids": False}))[0] == 200
+    assert (await server.post(CHAT, {"messages": MESSAGES, "return_token_ids": True, "n": 16}))[0] == 200
+
+
+async def test_a_chat_begins_with_the_ids_of_its_prompt(server: Server) -> None:
+    body = {"messages": [{"role": "user", "content": "ab"}], "return_token_ids": True, "n": 2}
+    _, whole = await server.post(CHAT, body)
+    first, *chunks, _ = await server.events(CHAT, body)
+    assert whole["prompt_token_ids"] == first["prompt_token_ids"] == [1, 97, 98]
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert not any("prompt_token_ids" in chunk or "prompt_token_ids" in chunk["choices"][0] for chunk in chunks)
+    _, without = await server.post(CHAT, body | {"return_prompt_token_ids": False})
+    assert "prompt_token_ids" not in without
+    assert "token_ids" in without["choices"][0]
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_whose_ids_cannot_be_told_is_refused_as_it_would_be_without(
+    server: Server, backend: FakeBackend, path: str, body: dict[str, object], stream: bool
+) -> None:
+    backend.refusal = InvalidRequestError("no", code="c", param="p")
+    status, answer = await server.post(path, {**body, "stream": stream, "return_token_ids": True})
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "c", "p")
 
 
 async def test_a_running_usage_is_in_every_event_of_a_chat_that_of_the_role_too(server: Server) -> None:

@@ -200,12 +200,14 @@ async def test_streamed_reasoning_is_that_not_streamed(
     script(backend, text, size, reasoning=True)
     asked: Any = {"model": MODEL, "messages": [USER], "tools": TOOLS}
     message = (await client.chat.completions.create(**asked)).choices[0].message
-    assert getattr(message, "reasoning_content", None) == reasoning
+    assert getattr(message, "reasoning", None) == getattr(message, "reasoning_content", None) == reasoning
     assert message.content == content
     assert [call.function.name for call in message.tool_calls or [] if call.type == "function"] == [n for n, _ in calls]
     thought = said = ""
     async for chunk in await client.chat.completions.create(**asked, stream=True):
-        thought += getattr(chunk.choices[0].delta, "reasoning_content", None) or ""
+        delta = chunk.choices[0].delta
+        assert getattr(delta, "reasoning", None) == getattr(delta, "reasoning_content", None)
+        thought += getattr(delta, "reasoning", None) or ""
         said += chunk.choices[0].delta.content or ""
     assert (thought, said) == (reasoning or "", content or "")
     prompt = backend.calls[0][0]

@@ -122,7 +122,7 @@ async def test_an_unknown_field_of_a_conversation_is_reported_by_its_place_and_r
     several = with_field(with_field(with_field(body, place, "x", 1), place, "y", None), "messages[2]", "z", [])
     async with server.session.post(server.url + path, json=several | {"w": 1}) as response:
         named = response.headers["x-ignored-fields"].split(", ")
-        assert (response.status, set(named)) == (200, {"w", f"{place}.x", f"{place}.y", "messages[2].z"})
+        assert (response.status, set(named)) == (200, {"w", f"{place}.x", "messages[2].z"})  # null asks for nothing
     async with server.session.post(server.url + path, json=body) as response:
         assert (response.status, "x-ignored-fields" in response.headers) == (200, False)
     assert [call for call in backend.calls if call != backend.calls[-1]] == []
@@ -211,8 +211,10 @@ async def test_a_refusal_stands_in_the_place_of_content(
         {"content": "", "reasoning_content": "Hm."},
         {"content": None, "reasoning_content": "Hm."},
         {"content": None, "reasoning": "Hm."},
-        {"content": None, "reasoning": "other", "reasoning_content": "Hm."},
+        {"content": None, "reasoning": "Hm.", "reasoning_content": "Hm."},
+        {"content": None, "reasoning": "Hm.", "reasoning_content": "older"},
         {"content": "", "reasoning": "Hm.", "reasoning_content": None},
+        {"content": "", "reasoning": "", "reasoning_content": "Hm."},
     ],
 )
 async def test_an_answer_that_is_all_reasoning_goes_back_by_whatever_name(

@@ -63,9 +63,11 @@ async def parts(server: Server, *, stream: bool, **asked: Any) -> tuple[str | No
         status, answer = await server.post(CHAT, body)
         assert status == 200, answer
         message = answer["choices"][0]["message"]
-        return message.get("reasoning_content"), message["content"]
+        assert message.get("reasoning") == message.get("reasoning_content")
+        return message.get("reasoning"), message["content"]
     deltas = [event["choices"][0]["delta"] for event in (await server.events(CHAT, body))[:-1]]
-    reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
+    assert all(delta.get("reasoning") == delta.get("reasoning_content") for delta in deltas)
+    reasoning = "".join(delta.get("reasoning", "") for delta in deltas)
     return reasoning or None, "".join(delta.get("content", "") for delta in deltas)
 
 

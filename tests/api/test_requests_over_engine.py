@@ -12,8 +12,10 @@ import pytest
 import pytest_asyncio
 from api_server import CHAT, COMPLETIONS, Server, serving
 from support.python_path import PYTHON_PATH
+from support.tokenizers_cache import default_model_file
 
 from asyncengine import AsyncEngine, ChatPrompt, EngineConfig, InvalidRequestError
+from asyncengine.tokenizer_file import load_tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -61,6 +63,29 @@ async def test_tokens_are_those_that_the_prompt_is_run_as_and_become_its_text_ag
     *echoed, _ = whole["choices"][0]["token_ids"]
     assert answer["tokens"] == echoed
     assert await server.post("/detokenize", {"tokens": answer["tokens"]}) == (200, {"prompt": TEXT})
+
+
+async def test_the_ids_of_a_prompt_are_those_of_its_tokenizer(server: Server) -> None:
+    tokenizer = load_tokenizer(str(default_model_file())).tokenizer
+    texts = [TEXT, "<|im_start|>user", "a"]
+    expected = [tokenizer.encode(text).ids for text in texts]
+    body = {"prompt": texts, "return_token_ids": True, "max_tokens": 2, "ignore_eos": True, "echo": True}
+    for prompts in (texts, expected):
+        _, whole = await server.post(COMPLETIONS, body | {"prompt": prompts})
+        assert [choice["prompt_token_ids"] for choice in whole["choices"]] == expected
+        assert [len(choice["token_ids"]) for choice in whole["choices"]] == [2, 2, 2]
+        assert whole["usage"]["prompt_tokens"] == sum(map(len, expected))
+    *chunks, _ = await server.events(COMPLETIONS, body)
+    told = {chunk["choices"][0]["index"]: chunk["choices"][0] for chunk in reversed(chunks)}
+    assert [told[index]["prompt_token_ids"] for index in range(3)] == expected
+
+    chat = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 2, "return_token_ids": True}
+    _, answer = await server.post(CHAT, chat)
+    first, *_ = await server.events(CHAT, chat)
+    written = tokenizer.decode(answer["prompt_token_ids"], skip_special_tokens=False)
+    assert written.endswith(f"<|im_start|>user\n{TEXT}<|im_end|>\n<|im_start|>assistant\n")
+    assert answer["prompt_token_ids"] == first["prompt_token_ids"] == tokenizer.encode(written).ids
+    assert answer["usage"]["prompt_tokens"] == len(answer["prompt_token_ids"])
 
 
 async def test_a_conversations_tokens_are_those_of_its_template(server: Server) -> None:

@@ -122,6 +122,7 @@ def mixed_body(draw: random.Random, path: str, ids: list[int]) -> dict[str, Any]
         "min_tokens": (0.3, [1, 5]),
         "ignore_eos": (0.2, [True]),
         "return_token_ids": (0.7, [True, False]),
+        "return_prompt_token_ids": (0.3, [True, False]),
         "timings": (0.2, [True]),
         "stream_options": (0.4, [{"continuous_usage_stats": True}]),
     }

@@ -10,7 +10,7 @@ def of_whole(answer: dict[str, Any]) -> dict[str, Any]:
     """Of a response that came as a whole; of a refusal, that."""
     if "error" in answer:
         return answer
-    folded = {"usage": answer["usage"], "prompt_logprobs": answer.get("prompt_logprobs")}
+    folded = {name: answer.get(name) for name in ("usage", "prompt_logprobs", "prompt_token_ids")}
     return folded | _maker(answer) | {"choices": [_choice([choice]) for choice in answer["choices"]]}
 
 
@@ -28,7 +28,8 @@ def of_events(events: list[dict[str, Any]]) -> dict[str, Any]:
     (prompt, *more) = [chunk["prompt_logprobs"] for chunk in chunks if chunk.get("prompt_logprobs")] or [None]
     assert not more
     assert all(_maker(chunk) == _maker(last) for chunk in chunks)
-    folded = {"usage": last["usage"], "prompt_logprobs": prompt}
+    assert not any("prompt_token_ids" in chunk for chunk in chunks[1:])
+    folded = {"usage": last["usage"], "prompt_logprobs": prompt, "prompt_token_ids": chunks[0].get("prompt_token_ids")}
     return folded | _maker(last) | {"choices": [_choice(pieces[index]) for index in sorted(pieces)]}
 
 
@@ -45,17 +46,20 @@ def _choice(parts: list[dict[str, Any]]) -> dict[str, Any]:
             name_and_arguments = calls.setdefault(call.get("index", place), ["", ""])
             name_and_arguments[0] += call["function"].get("name") or ""
             name_and_arguments[1] += call["function"].get("arguments") or ""
+    assert all(message.get("reasoning") == message.get("reasoning_content") for message in messages)
     (prompt, *more) = [part["prompt_logprobs"] for part in parts if part.get("prompt_logprobs")] or [None]
     assert not more
+    assert not any("prompt_token_ids" in part for part in parts[1:])
     return {
         "index": parts[0]["index"],
         "text": _joined(message.get("content") for message in messages),
-        "reasoning": _joined(message.get("reasoning_content") for message in messages),
+        "reasoning": _joined(message.get("reasoning") for message in messages),
         "tool_calls": [calls[index] for index in sorted(calls)],
         "finish_reason": parts[-1]["finish_reason"],
         "stop_reason": parts[-1].get("stop_reason"),
         "token_ids": [token for part in parts for token in part.get("token_ids", [])],
         "prompt_logprobs": prompt,
+        "prompt_token_ids": parts[0].get("prompt_token_ids"),
         "logprobs": _logprobs([part["logprobs"] for part in parts if part["logprobs"]]),
         "timings": sorted(parts[-1].get("timings", {})),
     }

@@ -170,6 +170,22 @@ def test_tool_calls_may_stand_without_content_and_their_arguments_become_objects
     assert [c["function"]["arguments"] for c in message["tool_calls"]] == [{"a": 1}, "not json", {"b": 2}, "[1]"]
 
 
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"reasoning": "a"}, "a"),
+        ({"reasoning_content": "a"}, "a"),
+        ({"reasoning": "a", "reasoning_content": "a"}, "a"),
+        ({"reasoning": "a", "reasoning_content": "older"}, "a"),
+        ({"reasoning": "", "reasoning_content": "a"}, "a"),
+        ({"reasoning": None, "reasoning_content": "a"}, "a"),
+    ],
+)
+def test_templates_find_reasoning_by_either_name(given: dict[str, Any], text: str) -> None:
+    (message,) = parse_conversation(json.dumps([{"role": "assistant", "content": "b", **given}]).encode())
+    assert message == {"role": "assistant", "content": "b", "reasoning": text, "reasoning_content": text}
+
+
 def test_template_variables_must_be_an_object() -> None:
     assert parse_template_kwargs(b"") == {}
     assert parse_template_kwargs(b'{"enable_thinking": false}') == {"enable_thinking": False}
