@@ -91,9 +91,9 @@ def build_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="without API keys, a name or address by which the server may be asked besides localhost and loopback "
-        "addresses, as behind a proxy that passes its own on, and whose web pages may ask it; for several, repeat it "
-        "(default: none)",
+        help="without API keys, a name or address by which the server may be asked besides loopback ones and those "
+        "without a dot, as behind a proxy that passes its own on, and whose web pages may ask it; for several, repeat "
+        "it (default: none)",
     )
     serve.add_argument(
         "--api-workers",

@@ -181,8 +181,8 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
 
 class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How HTTP is served. console: whether / is a page for people. api_keys: those that callers must show one of.
-    allowed_hosts: without keys, the names by which the server may be asked besides loopback ones, as
-    `host_names.read_allowed_hosts` gives them."""
+    allowed_hosts: without keys, the names by which the server may be asked besides loopback ones and those of one
+    label, as `host_names.read_allowed_hosts` gives them."""
 
     console: bool = True
     api_keys: tuple[ApiKey, ...] = ()

@@ -14,8 +14,9 @@ so that it reads them. Neither can hide the name that it was loaded from:
     the same by /etc/hosts      gpu1:8000           none
 
 A `Host` of one label is nobody's in the public DNS, so no site can be rebound from it: programs may use such names.
-Pages may not: a name of the local network can be a stranger's. Ports count for nothing: behind tunnels they differ, and
-what is served at another port of this machine is its own.
+Their pages may not, since a name of the local network can be a stranger's: such a page, rebound, can read what a GET
+answers, which is no text of a request, and nothing else. Ports count for nothing: behind tunnels they differ, and what
+is served at another port of this machine is its own.
 """
 
 from __future__ import annotations

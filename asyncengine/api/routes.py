@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -38,7 +39,7 @@ from asyncengine.api.shapes import (
     Shape,
 )
 from asyncengine.api.stream_events import ChatCompletionChunkJson, CompletionChunkJson
-from asyncengine.api.unsupported import NO_EFFECT_IN_CHAT, NO_EFFECT_IN_COMPLETIONS
+from asyncengine.api.unsupported import NO_EFFECT_IN_CHAT, NO_EFFECT_IN_COMPLETIONS, NO_EFFECT_WITHOUT_REASONING
 from asyncengine.engine_info import EngineInfo
 from asyncengine.errors import InvalidRequestError
 from asyncengine.request_terms import TenantTerms
@@ -114,7 +115,7 @@ class Routes:
                 handler=self.chat_completions,
                 headers=(REQUEST_ID,),
                 body=ChatRequest,
-                no_effect=NO_EFFECT_IN_CHAT,
+                no_effect=self._no_effect_in_chat(),
                 answer=ChatCompletionJson,
                 answer_headers=(IGNORED_FIELDS,),
                 event=ChatCompletionChunkJson,
@@ -178,7 +179,7 @@ class Routes:
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         received_ns = time.monotonic_ns()
-        parsed = parse_chat(await json_body(request))
+        parsed = parse_chat(await json_body(request), self._no_effect_in_chat())
         check_known(parsed.ignored, self._backend.info)
         check_model(parsed.request.model, self._backend.info)
         turn = chat_turn(parsed.request, self._backend.info)
@@ -281,6 +282,9 @@ class Routes:
         )
         headers = ignored_fields_header(parsed.ignored)
         return await (generation.stream(request, headers) if asked.stream else generation.respond(headers))
+
+    def _no_effect_in_chat(self) -> Mapping[str, tuple[Any, ...]]:
+        return NO_EFFECT_IN_CHAT if self._backend.info.reasoning else NO_EFFECT_WITHOUT_REASONING
 
     def _model_json(self) -> ModelJson:
         info = self._backend.info

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Generic, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -260,14 +261,14 @@ def parse_completion(body: bytes) -> Parsed[CompletionRequest]:
     return Parsed(request, ignored_fields(given, CompletionRequest.__struct_fields__, NO_EFFECT_IN_COMPLETIONS))
 
 
-def parse_chat(body: bytes) -> Parsed[ChatRequest]:
-    """Raises `InvalidRequestError`."""
+def parse_chat(body: bytes, no_effect: Mapping[str, tuple[Any, ...]] = NO_EFFECT_IN_CHAT) -> Parsed[ChatRequest]:
+    """no_effect: as in `unsupported`. Raises `InvalidRequestError`."""
     request, places = decode_conversation(body, _CHAT)
     _check_stream_options(request)
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequestError("top_logprobs is only allowed when logprobs is true", param="top_logprobs")
     given = decode_body(body, FIELDS)
-    ignored = ignored_fields(given, ChatRequest.__struct_fields__, NO_EFFECT_IN_CHAT)
+    ignored = ignored_fields(given, ChatRequest.__struct_fields__, no_effect)
     return Parsed(request, ignored + places + unread(request.messages))
 
 

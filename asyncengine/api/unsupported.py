@@ -20,10 +20,10 @@ MAX_NO_EFFECT_BYTES = 64
 _BOTH: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
-    "custom_logit_processor": (),
+    "custom_logit_processor": ("",),
     "ebnf": (),
-    "ec_transfer_params": (),
-    "extra_key": (),
+    "ec_transfer_params": ({},),
+    "extra_key": ("",),
     "grammar": (),
     "guided_choice": (),
     "guided_grammar": (),
@@ -31,11 +31,11 @@ _BOTH: dict[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "guided_whitespace_pattern": (),
     "json_schema": (),
-    "kv_transfer_params": (),
+    "kv_transfer_params": ({},),
     "length_penalty": (1,),
     "logits_processors": ([],),
     "logprob_token_ids": (),
-    "lora_path": (),
+    "lora_path": ("",),
     "no_stop_trim": (False,),
     "regex": (),
     "repetition_detection": (),
@@ -47,9 +47,9 @@ _BOTH: dict[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "routed_experts_prompt_start": (0,),
     "routed_experts_start_len": (0,),
-    "session_params": (),
+    "session_params": ({},),
     "spaces_between_special_tokens": (True,),
-    "stop_regex": ([],),
+    "stop_regex": ("", []),
     "thinking_token_budget": (-1,),
     "truncate_prompt_tokens": (),
     "truncation_side": ("left", "right"),
@@ -79,7 +79,7 @@ NO_EFFECT_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "prediction": (),
-    "reasoning": (),
+    "reasoning": ({}, {"exclude": False}),
     "reasoning_effort": (),
     "return_meta_info": (False,),
     "return_prompt_text": (False,),
@@ -90,6 +90,11 @@ NO_EFFECT_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 """Field -> its values, besides null, that change nothing."""
+NO_EFFECT_WITHOUT_REASONING: Mapping[str, tuple[Any, ...]] = {
+    **NO_EFFECT_IN_CHAT,
+    **dict.fromkeys(("include_reasoning", "separate_reasoning", "stream_reasoning"), (True, False)),
+}
+"""Those of a chat where reasoning, if there is any, is part of the text: there is none to be told apart."""
 INSTEAD: Mapping[str, str] = {
     "bad_words": "logit_bias at -100 bans a token",
     "best_of": "ask for n and choose",
@@ -115,8 +120,8 @@ INSTEAD: Mapping[str, str] = {
 """What a client that sends such a field is after, and gets by another."""
 NO_EFFECT_IN_TOKENIZE: Mapping[str, tuple[Any, ...]] = {
     "chat_template": (),
-    "media_io_kwargs": (),
-    "mm_processor_kwargs": (),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
 }
 
 

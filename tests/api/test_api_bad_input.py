@@ -20,6 +20,7 @@ from asyncengine.api.unsupported import (
     NO_EFFECT_IN_CHAT,
     NO_EFFECT_IN_COMPLETIONS,
     NO_EFFECT_IN_TOKENIZE,
+    NO_EFFECT_WITHOUT_REASONING,
 )
 from asyncengine.chat_prompt import ChatPrompt
 from asyncengine.errors import InvalidRequestError
@@ -341,7 +342,7 @@ def test_the_generated_test_covers_the_integer_fields() -> None:
         (COMPLETIONS, {"thinking_token_budget": 5}),
         (COMPLETIONS, {"logprob_token_ids": [5]}),
         (COMPLETIONS, {"regex": "a"}),
-        (CHAT, {"include_reasoning": False}),
+        (CHAT, {"reasoning": {"exclude": True}}),
         (CHAT, {"functions": [{}]}),
         (CHAT, {"modalities": ["text", "audio"]}),
     ],
@@ -379,12 +380,14 @@ async def test_a_text_that_is_none_of_some_is_answered_with_those(server: Server
     [
         (COMPLETIONS, {"prompt": "a"}, NO_EFFECT_IN_COMPLETIONS),
         (CHAT, {"messages": [USER]}, NO_EFFECT_IN_CHAT),
+        (CHAT, {"messages": [USER]}, NO_EFFECT_WITHOUT_REASONING),
         ("/tokenize", {"messages": [USER]}, NO_EFFECT_IN_TOKENIZE),
     ],
 )
 async def test_every_known_field_is_accepted_with_what_changes_nothing_and_refused_with_anything_else(
     server: Server, backend: FakeBackend, path: str, body: dict[str, Any], table: Mapping[str, tuple[Any, ...]]
 ) -> None:
+    backend.info = msgspec.structs.replace(backend.info, reasoning=table is NO_EFFECT_IN_CHAT)
     longest = max(map(len, table.values()))
     for place in range(longest + 1):
         same = {name: (None, *values)[min(place, len(values))] for name, values in table.items()}
@@ -398,6 +401,17 @@ async def test_every_known_field_is_accepted_with_what_changes_nothing_and_refus
         assert (error["code"], error["param"]) == ("unsupported_parameter", name)
     assert backend.calls == []
     assert set(INSTEAD) <= NO_EFFECT_IN_COMPLETIONS.keys() | NO_EFFECT_IN_CHAT.keys()
+
+
+@pytest.mark.parametrize("name", ["include_reasoning", "separate_reasoning", "stream_reasoning"])
+async def test_to_have_reasoning_another_way_is_refused_only_where_it_is_told_apart(
+    server: Server, backend: FakeBackend, name: str
+) -> None:
+    body = {"messages": [USER], name: False}
+    assert (await server.post(CHAT, body))[0] == 200
+    backend.info = msgspec.structs.replace(backend.info, reasoning=True)
+    error = await refused(server, CHAT, body)
+    assert (error["code"], error["param"]) == ("unsupported_parameter", name)
 
 
 async def test_what_has_another_name_here_is_refused_with_that_name(server: Server) -> None:
@@ -415,6 +429,49 @@ async def test_known_fields_that_change_nothing_are_accepted(server: Server) -> 
         async with server.session.post(server.url + path, json=body) as response:
             assert response.status == 200, await response.text()
             assert "x-ignored-fields" not in response.headers
+
+
+DEFAULTS: dict[str, Any] = {
+    "n": 1,
+    "top_k": -1,
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens", "priority"), 0),
+    **dict.fromkeys(("repetition_penalty", "length_penalty"), 1.0),
+    "stop": [],
+    "stop_token_ids": [],
+    "bad_words": [],
+    **dict.fromkeys(("stream", "use_beam_search", "include_stop_str_in_output", "ignore_eos", "no_stop_trim"), False),
+    **dict.fromkeys(("echo", "return_token_ids", "return_prompt_token_ids", "return_hidden_states"), False),
+    **dict.fromkeys(("return_routed_experts", "return_cached_tokens_details"), False),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), True),
+    **dict.fromkeys(("lora_path", "stop_regex", "custom_logit_processor", "session_params", "extra_key", "seed")),
+    **dict.fromkeys(("regex", "ebnf", "json_schema", "rid", "custom_params", "bootstrap_host", "data_parallel_rank")),
+    **dict.fromkeys(("structured_outputs", "logits_processors", "kv_transfer_params", "vllm_xargs", "stream_options")),
+    **dict.fromkeys(("prompt_logprobs", "allowed_token_ids", "truncate_prompt_tokens", "cache_salt", "logit_bias")),
+}
+DEFAULTS_IN_COMPLETIONS = DEFAULTS | {"max_tokens": 16} | dict.fromkeys(("suffix", "best_of", "logprobs"))
+DEFAULTS_IN_CHAT: dict[str, Any] = {
+    **DEFAULTS,
+    "top_logprobs": 0,
+    "tool_choice": "none",
+    "reasoning": {},
+    **dict.fromkeys(("parallel_tool_calls", "add_generation_prompt"), True),
+    **dict.fromkeys(("include_reasoning", "separate_reasoning", "stream_reasoning"), True),
+    **dict.fromkeys(("logprobs", "continue_final_message", "add_special_tokens", "return_prompt_text"), False),
+    **dict.fromkeys(("tools", "documents", "chat_template", "chat_template_kwargs", "mm_processor_kwargs")),
+    **dict.fromkeys(("reasoning_effort", "media_io_kwargs", "max_tokens", "max_completion_tokens", "input_ids")),
+}
+"""What clients of vLLM and SGLang send that send all that they know."""
+
+
+@pytest.mark.parametrize("reasoning", [False, True])
+async def test_clients_that_send_every_default_of_other_servers_are_served(
+    server: Server, backend: FakeBackend, reasoning: bool
+) -> None:
+    backend.info = msgspec.structs.replace(backend.info, refuse_unknown_fields=True, reasoning=reasoning)
+    bodies = {COMPLETIONS: {"prompt": "a"} | DEFAULTS_IN_COMPLETIONS, CHAT: {"messages": [USER]} | DEFAULTS_IN_CHAT}
+    for path, body in bodies.items():
+        status, answer = await server.post(path, body)
+        assert status == 200, answer
 
 
 @pytest.mark.parametrize("stream", [False, True])
