@@ -78,6 +78,16 @@ def test_tiles_of_any_size_are_dealt_to_any_number_of_programs(
     check(step, work_for(step, tile_rows=tile_rows), tiling)
 
 
+@pytest.mark.parametrize("block_tokens", [16, 32, 64, 128])
+def test_chunks_begin_and_end_at_borders_of_blocks_of_keys(block_tokens: int) -> None:
+    block = block_tokens
+    chunks = [(0, block), (block, 1), (block - 1, 1), (block, block), (2 * block - 1, 2), (block + 1, block - 1)]
+    step = make_step(
+        decode_lens=[], chunks=chunks, heads=4, kv_heads=2, head_dim=64, max_rows=MAX_ROWS, dtype=DTYPE, device=DEVICE
+    )
+    check(step, work_for(step), PrefillTiling(block_tokens=block, num_warps=8, num_stages=2, programs=5))
+
+
 @pytest.mark.parametrize("window", [1, 16, 50, 64])
 def test_a_window_hides_all_earlier_keys(window: int) -> None:
     chunks = [*CHUNKS, (200, 70)]
