@@ -268,6 +268,7 @@ def main() -> None:
     prefill_base = PrefillChoice(PrefillTiling(64, 8, 3, 132), 128)
     prefill_choices = [
         prefill_base,
+        PrefillChoice(PrefillTiling(64, 8, 2, 264, 128), 128),
         PrefillChoice(PrefillTiling(64, 8, 2, 132), 128),
         PrefillChoice(PrefillTiling(128, 8, 2, 132), 128),
         PrefillChoice(PrefillTiling(64, 4, 3, 264), 64),

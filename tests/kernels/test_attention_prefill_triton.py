@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.attention_step import AttentionStep, exact_attention, make_step
 from torch import Tensor
 
 from gpu_runner.kernels.attention_decode import decode_attention
-from gpu_runner.kernels.attention_prefill import PrefillTiling, prefill_attention
+from gpu_runner.kernels.attention_prefill import PrefillTiling, prefill_attention, prefill_tiling
 from gpu_runner.kernels.work_list import WorkList, allocate_work_list
 
 ON_GPU = torch.cuda.is_available()
@@ -78,8 +80,52 @@ def test_tiles_of_any_size_are_dealt_to_any_number_of_programs(
     check(step, work_for(step, tile_rows=tile_rows), tiling)
 
 
+@pytest.mark.parametrize("block_tokens", [16, 32, 64, 128])
+def test_chunks_begin_and_end_at_borders_of_blocks_of_keys(block_tokens: int) -> None:
+    block = block_tokens
+    chunks = [(0, block), (block, 1), (block - 1, 1), (block, block), (2 * block - 1, 2), (block + 1, block - 1)]
+    step = make_step(
+        decode_lens=[], chunks=chunks, heads=4, kv_heads=2, head_dim=64, max_rows=MAX_ROWS, dtype=DTYPE, device=DEVICE
+    )
+    check(step, work_for(step), PrefillTiling(block_tokens=block, num_warps=8, num_stages=2, programs=5))
+
+
+FEW, MANY = 3 * 132 - 1, 3 * 132
+
+
+def test_two_programs_share_a_multiprocessor_where_tasks_are_many_and_registers_suffice() -> None:
+    few, many = prefill_tiling(tasks=FEW, head_dim=128), prefill_tiling(tasks=MANY, head_dim=128)
+    assert (few.programs, few.max_registers) == (132, None)
+    # 65,536 registers of a multiprocessor.
+    assert (many.programs, many.max_registers) == (264, 65536 // (2 * 32 * many.num_warps))
+    assert prefill_tiling(tasks=10 * MANY, head_dim=128) == prefill_tiling(tasks=MANY, head_dim=64) == many
+    assert prefill_tiling(tasks=10 * MANY, head_dim=256) == few
+
+
+@pytest.mark.parametrize("all_rows", [False, True])
+def test_the_number_of_tasks_matters_neither_to_batch_invariance_nor_to_float32(all_rows: bool) -> None:
+    for element_bytes in (2, 4) if all_rows else (4,):
+        few, many = (
+            prefill_tiling(tasks=tasks, head_dim=128, element_bytes=element_bytes, all_rows=all_rows)
+            for tasks in (1, 10 * MANY)
+        )
+        assert few == many
+
+
+@pytest.mark.parametrize("tasks", [FEW, MANY])
+@pytest.mark.parametrize("programs", [None, 5, 6])
+def test_both_tilings_equal_softmax(tasks: int, programs: int | None) -> None:
+    tiling = prefill_tiling(tasks=tasks, head_dim=64)
+    step = make_step(
+        decode_lens=[], chunks=[(0, 130), (64, 64), (100, 1), (63, 66)], heads=4, kv_heads=2, head_dim=64,
+        max_rows=MAX_ROWS, dtype=DTYPE, device=DEVICE,
+    )  # fmt: skip
+    check(step, work_for(step), replace(tiling, programs=programs or tiling.programs))
+
+
+@pytest.mark.parametrize("tasks", [FEW, MANY])
 @pytest.mark.parametrize("window", [1, 16, 50, 64])
-def test_a_window_hides_all_earlier_keys(window: int) -> None:
+def test_a_window_hides_all_earlier_keys(window: int, tasks: int) -> None:
     chunks = [*CHUNKS, (200, 70)]
     step = make_step(
         decode_lens=[], chunks=chunks, heads=4, kv_heads=2, head_dim=64, max_rows=MAX_ROWS, dtype=DTYPE, device=DEVICE
@@ -89,7 +135,7 @@ def test_a_window_hides_all_earlier_keys(window: int) -> None:
         gone = max(0, start + 1 - window) // 16
         pages = step.page_table[int(step.row_slot[row]), :gone].to(torch.int64)
         step.kv_layer[:, pages] = torch.nan
-    check(step, work_for(step, window=window))
+    check(step, work_for(step, window=window), prefill_tiling(tasks=tasks, head_dim=64))
 
 
 def test_a_step_without_prefill_rows_writes_nothing() -> None:

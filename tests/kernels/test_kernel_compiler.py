@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +29,28 @@ CONFIG = {
 }
 
 
-def compile_kernels(folder: Path, cache: Path) -> dict[str, Any]:
+def run_without_gpu(folder: Path, *options: str, **variables: str) -> Any:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {
-        "DISABLE_PTXAS_OPT": "1",
-        "TRITON_CACHE_DIR": str(cache),
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    }
-    command = [sys.executable, "-m", "support.compile_without_gpu", str(folder)]
+    environment |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **variables}
+    command = [sys.executable, "-m", "support.compile_without_gpu", str(folder), *options]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    result: dict[str, Any] = json.loads(run.stdout)
-    return result
+    return json.loads(run.stdout)
 
 
 def test_a_start_compiles_every_kernel_and_the_next_one_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    done = compile_kernels(tmp_path, tmp_path / "cache")
+    done = run_without_gpu(tmp_path, DISABLE_PTXAS_OPT="1", TRITON_CACHE_DIR=str(tmp_path / "cache"))
     (kernels, compiled, known), again = done["results"]
     # What was compiled lies where a launch of the same kernel looks for it, and on disk.
     assert kernels == compiled == known > 20
     assert again == [kernels, 0, kernels]
     assert done["progress"] == 2 * [[ready, kernels if ready else 0] for ready in range(kernels + 1)]
     assert 0 < len(done["launchers"]) < 2 * kernels
+
+
+def test_long_steps_have_a_prefill_kernel_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_attention_heads": 16, "num_key_value_heads": 16}))
+    kernels = Counter(run_without_gpu(tmp_path, "--long-steps"))
+    # 4096 tokens of 16 KV heads are 512 tasks, 128 queries each.
+    assert kernels["_prefill_kernel"] == 2

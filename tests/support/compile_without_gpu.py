@@ -2,8 +2,10 @@
 
     python -m support.compile_without_gpu MODEL_FOLDER
     python -m support.compile_without_gpu MODEL_FOLDER --batch-invariant
+    python -m support.compile_without_gpu MODEL_FOLDER --long-steps
 
-With --batch-invariant nothing is compiled: what is printed is the name of each kernel that such an engine would have.
+With one of the latter nothing is compiled: what is printed is the name of each kernel that such an engine would have,
+batch-invariant or of steps of up to 4096 tokens.
 
 A process of its own: the tests' one runs Triton's interpreter instead of its compiler.
 """
@@ -68,13 +70,19 @@ def list_kernels(build: build_gpu.GpuBuild) -> list[str]:
     return [name for _, name, _ in compiler._found]
 
 
+LISTED = {
+    "--batch-invariant": {"max_num_seqs": 64, "max_num_batched_tokens": 512, "batch_invariant": True},
+    "--long-steps": {"max_num_seqs": 64, "max_num_batched_tokens": 4096, "kv_cache_tokens": 8192},
+}
+
+
 def main() -> None:
     hopper = Hopper()
     driver.set_active(hopper)
     model, *options = sys.argv[1:]
     config = EngineConfig(load_format="dummy", max_num_seqs=1, max_num_batched_tokens=16, kv_cache_tokens=256)
-    if options == ["--batch-invariant"]:
-        config = msgspec.structs.replace(config, max_num_seqs=64, max_num_batched_tokens=512, batch_invariant=True)
+    if options:
+        config = msgspec.structs.replace(config, **LISTED[options[0]])
         print(json.dumps(list_kernels(made_up_build(model, config))))
         return
     build = made_up_build(model, config)
