@@ -56,6 +56,7 @@ def test_a_start_compiles_every_kernel_and_the_next_one_none(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("windows", [{}, {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 3}])
 def test_the_rehearsal_finds_the_kernels_of_every_layer(tmp_path: Path, windows: dict[str, Any]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | windows))
+    # Every linear layer has a shape of its own.
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | windows | {"intermediate_size": 192}))
     of_all_layers, rehearsed = run_without_gpu(tmp_path, tmp_path / "cache", "--every-layer")
     assert set(of_all_layers) == set(rehearsed)
