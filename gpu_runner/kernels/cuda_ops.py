@@ -19,8 +19,16 @@ from gpu_runner.kernels import linear, norm_rope
 from gpu_runner.kernels.attention_decode import decode_attention
 from gpu_runner.kernels.attention_fused import MAX_ROWS, can_fuse, fused_decode_attention
 from gpu_runner.kernels.attention_prefill import prefill_attention
-from gpu_runner.kernels.linear_config import FmaConfig, LinearConfig, choose, largest_scratch
+from gpu_runner.kernels.linear_config import (
+    DotConfig,
+    FmaConfig,
+    LinearConfig,
+    TileConfig,
+    choose,
+    largest_scratch,
+)
 from gpu_runner.kernels.reference import rope_cos_sin
+from gpu_runner.kernels.residual import Gained, NormedLinear, Residual
 from gpu_runner.kernels.step_meta import StepMeta
 from gpu_runner.kernels.work_list import WorkList
 
@@ -49,11 +57,14 @@ class CudaOps:
         *,
         scratch: linear.SplitScratch | None = None,
         choose: Callable[[Tensor, Tensor], LinearConfig | None] = _chosen,
+        fold_norms: bool = True,
     ) -> None:
         """scratch: large enough for what `choose` names, None where that shares no tiles. choose: how to compute
-        x @ weight.T, of x and weight; None: with cuBLAS."""
+        x @ weight.T, of x and weight; None: with cuBLAS. fold_norms: spare a norm its kernel where both the kernel
+        in front of it and that behind it can do their part."""
         self._rotation: tuple[Tensor, Tensor] | None = None
         self._choose = choose
+        self._fold_norms = fold_norms
         self._scratch = scratch
 
     @classmethod
@@ -63,29 +74,45 @@ class CudaOps:
         scratch = linear.SplitScratch.allocate(max_values=values, max_tiles=tiles, device=device)
         return cls(scratch=scratch)
 
-    def embed(self, token_ids: Tensor, embedding: Tensor, *, out: Tensor | None = None) -> Tensor:
-        return norm_rope.embedding(token_ids, embedding, out=out)
+    def embed(
+        self, token_ids: Tensor, embedding: Tensor, reader: NormedLinear, *, out: Tensor | None = None
+    ) -> Residual:
+        values = embedding.new_empty(len(token_ids), embedding.shape[1]) if out is None else out
+        gained = self._gained(values, reader, norm_rope.embedding_parts(embedding.shape[1]))
+        norm_rope.embedding(token_ids, embedding, out=values, gained=gained)
+        return Residual(values, gained)
 
-    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self._norm_linear(x, norm, eps, weight, bias, gate_up=False)
+    def norm_linear(self, residual: Residual, linear: NormedLinear) -> Tensor:
+        return self._norm_linear(residual, linear, gate_up=False)
 
-    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self._norm_linear(x, norm, eps, weight, bias, gate_up=True)
+    def norm_gate_up(self, residual: Residual, linear: NormedLinear) -> Tensor:
+        return self._norm_linear(residual, linear, gate_up=True)
 
-    def _norm_linear(
-        self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, *, gate_up: bool
-    ) -> Tensor:
+    def _norm_linear(self, residual: Residual, normed: NormedLinear, *, gate_up: bool) -> Tensor:
+        x, weight, bias = residual.values, normed.weight, normed.bias
         config = self._choose(x, weight)
         if config is None:
-            product = F.linear(self.rms_norm(x, norm, eps), weight, bias)
+            product = F.linear(self.rms_norm(x, normed.gain, normed.eps), weight, bias)
             return norm_rope.silu_mul(product) if gate_up else product
         out = x.new_empty(len(x), len(weight) // 2 if gate_up else len(weight))
         options: dict[str, Any] = {"out": out, "config": config, "bias": bias, "gate_up": gate_up}
+        gained = residual.gained
         if isinstance(config, FmaConfig):
-            linear.linear(x, weight, norm=norm, eps=eps, **options)
+            linear.linear(x, weight, norm=normed.gain, eps=normed.eps, **options)
+        elif gained is None:
+            linear.linear(self.rms_norm(x, normed.gain, normed.eps), weight, scratch=self._scratch, **options)
         else:
-            linear.linear(self.rms_norm(x, norm, eps), weight, scratch=self._scratch, **options)
+            options |= {"squares": gained.squares, "eps": normed.eps}
+            linear.linear(gained.values, weight, scratch=self._scratch, **options)
         return out
+
+    def _gained(self, values: Tensor, reader: NormedLinear | None, parts: int) -> Gained | None:
+        """What a kernel that writes residuals `values` is to write too, in so many parts; None where their reader does
+        without."""
+        if reader is None or not self._fold_norms:
+            return None
+        takes = isinstance(self._choose(values, reader.weight), DotConfig | TileConfig)
+        return Gained.allocate(values, reader.gain, parts=parts) if takes else None
 
     def attend(
         self,
@@ -142,14 +169,21 @@ class CudaOps:
             self._rotation = inv_freq, rope_cos_sin(positions, inv_freq)
         return self._rotation[1]
 
-    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
-        config = self._choose(x, weight)
+    def linear_add(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Residual, reader: NormedLinear | None
+    ) -> None:
+        config, values = self._choose(x, weight), residual.values
+        gained = None
+        if isinstance(config, DotConfig | TileConfig):
+            gained = self._gained(values, reader, linear.row_tiles(config, len(weight)))
+        residual.gained = gained
         if config is not None:
-            linear.linear(x, weight, out=residual, config=config, bias=bias, scratch=self._scratch, add=True)
+            options: dict[str, Any] = {"config": config, "scratch": self._scratch, "gained": gained}
+            linear.linear(x, weight, out=values, bias=bias, add=True, **options)
         elif bias is None:
-            torch.addmm(residual, x, weight.t(), out=residual)
+            torch.addmm(values, x, weight.t(), out=values)
         else:
-            residual += F.linear(x, weight, bias)
+            values += F.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm_rope.rms_norm(x, weight, eps)

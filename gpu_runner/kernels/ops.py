@@ -1,11 +1,13 @@
 """What a decoder layer is made of, cut where kernels can be fused; two implementations per kind of device, of which one
 gives a token the same bits in any batch.
 
-    qkv       = norm_linear(residual)          RMSNorm prologue
+    qkv       = norm_linear(residual)
     attention = attend(qkv)                    query/key norm, rotary embedding, keys and values into their pages
     residual += linear(attention)              linear_add
-    h         = norm_gate_up(residual)         RMSNorm prologue, SiLU and product epilogue
+    h         = norm_gate_up(residual)         SiLU and product epilogue
     residual += linear(h)                      linear_add
+
+What writes the residual is told which `NormedLinear` reads it next: see `residual`.
 
 The KV cache is one tensor `[num_layers, 2, num_pages, num_kv_heads, page_size, head_dim]`, index 0 of the second
 dimension holding keys and 1 values; a `kv_layer` is one layer of it. Page 0 is the dummy: writes that must not land
@@ -20,6 +22,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+from gpu_runner.kernels.residual import NormedLinear, Residual
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +49,14 @@ class ModelOps(Protocol):
     `meta` is what the implementation's own step prepared: see `BatchMeta` for the reference.
     """
 
-    def embed(self, token_ids: Tensor, embedding: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """[T, hidden]: the first residual, `out` or else a tensor of its own."""
+    def embed(
+        self, token_ids: Tensor, embedding: Tensor, reader: NormedLinear, *, out: Tensor | None = None
+    ) -> Residual:
+        """The first residual, in `out`, [T, hidden], or else a tensor of its own. reader: what it is for next."""
         ...
 
-    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """linear(rms_norm(x)). x: [T, in]. Returns [T, out]."""
+    def norm_linear(self, residual: Residual, linear: NormedLinear) -> Tensor:
+        """linear(rms_norm(residual)), [T, out]."""
         ...
 
     def attend(
@@ -77,12 +83,14 @@ class ModelOps(Protocol):
         """
         ...
 
-    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
-        """residual += linear(x). x: [T, in], residual: [T, out]."""
+    def linear_add(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Residual, reader: NormedLinear | None
+    ) -> None:
+        """residual += linear(x). x: [T, in]. reader: what the sum is for next; None behind the last layer."""
         ...
 
-    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """silu(gate) * up of linear(rms_norm(x)); weight: gate rows, then up rows. Returns [T, out / 2]."""
+    def norm_gate_up(self, residual: Residual, linear: NormedLinear) -> Tensor:
+        """silu(gate) * up of linear(rms_norm(residual)); weight: gate rows, then up rows. Returns [T, out / 2]."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

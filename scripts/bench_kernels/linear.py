@@ -2,9 +2,10 @@
 
 A layer is norm + qkv, a stand-in for attention (one small kernel with a programmatic launch), o + residual, norm +
 gate/up + SiLU, down + residual, by `CudaOps` itself, so that what one kernel leaves for the next (its tail, the wait,
-the cache) is counted. Linear after linear, the graph with each way of it is timed against the graph of the best so far,
-replay by replay in turns, then again with the best few; a way is taken if it makes the whole layer shorter by more than
-the noise. Each way is first checked against float32. The head is timed alone.
+the cache) is counted, and norms are where it puts them: in their neighbours, or kernels of their own. Linear after
+linear, the graph with each way of it is timed against the graph of the best so far, replay by replay in turns, then
+again with the best few; a way is taken if it makes the whole layer shorter by more than the noise. Each way is first
+checked against float32, with the linear on the other side of the norm. The head is timed alone.
 
 Prints, for each number of tokens, us per layer with what `choose` names (before), with the best (after; both graphs in
 turns again), and the floor: the weights' bytes or the arithmetic, whichever takes longer. Of each linear, us per layer
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 from bench_device import BYTES_PER_US, CANNOT_RUN, DEVICE, DTYPE, SMOKE
 from graph_timer import GraphTimer, Run
-from linear_ways import CUBLAS, Linear, Way, compile_key, short, ways_of
+from linear_ways import ACROSS_NORM, CUBLAS, Linear, Way, compile_key, short, ways_of
 from stand_in_attention import stand_in_attention
 from torch import Tensor
 
@@ -37,6 +38,7 @@ from gpu_runner.kernels import reference
 from gpu_runner.kernels.cuda_ops import CudaOps
 from gpu_runner.kernels.linear import SplitScratch
 from gpu_runner.kernels.linear_config import NUM_PROGRAMS, LinearConfig, choose
+from gpu_runner.kernels.residual import NormedLinear, Residual
 
 EPS = 1e-6
 MAX_ERROR = 1e-2
@@ -87,7 +89,7 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 class Chain:
     """A model's layers and head, and the way in which each linear is to be computed."""
 
-    def __init__(self, model: Model, *, layers: int, head: bool) -> None:
+    def __init__(self, model: Model, *, layers: int, head: bool, fold_norms: bool = True) -> None:
         self.model = model
         self.ways: dict[tuple[int, int], Way] = {}  # by [n, k] of the weight
         self.timer = GraphTimer()
@@ -96,20 +98,44 @@ class Chain:
         self.head = self._weight(model.linear("head")) if head else None
         self.names = (*LAYER, "head") if head else LAYER
         scratch = SplitScratch.allocate(max_values=SCRATCH_VALUES, max_tiles=SCRATCH_TILES, device=DEVICE)
-        self.ops = CudaOps(scratch=scratch, choose=self._choose)
+        self.ops = CudaOps(scratch=scratch, choose=self._choose, fold_norms=fold_norms)
 
     def set(self, linear: Linear, way: Way) -> None:
         self.ways[linear.n, linear.k] = way
 
-    def apply(self, name: str, weights: dict[str, Tensor], values: dict[str, Tensor]) -> None:
-        """One linear as the decoder calls it. values: the tensors between the linears."""
-        ops, residual = self.ops, values["residual"]
+    def choose_all(self, tokens: int) -> dict[str, Way]:
+        """Set what the table names for the linears, and return it."""
+        ways: dict[str, Way] = {}
+        for name in self.names:
+            linear = self.model.linear(name)
+            ways[name] = choose(tokens, linear.n, linear.k) or CUBLAS
+            self.set(linear, ways[name])
+        return ways
+
+    def apply(self, name: str, layer: int, values: dict[str, Tensor], residual: Residual) -> None:
+        """One linear as the decoder calls it; the first layer comes behind the last. values: the tensors between the
+        linears."""
+        ops, weight = self.ops, self.layers[layer][name]
         if name == "qkv":
-            values["qkv"] = ops.norm_linear(residual, self.norm, EPS, weights[name], None)
+            values["qkv"] = ops.norm_linear(residual, self._normed(name, layer))
         elif name == "gate_up":
-            values["inner"] = ops.norm_gate_up(residual, self.norm, EPS, weights[name], None)
+            values["inner"] = ops.norm_gate_up(residual, self._normed(name, layer))
+        elif name == "o":
+            ops.linear_add(values["heads"], weight, None, residual, self._normed("gate_up", layer))
         else:
-            ops.linear_add(values["heads" if name == "o" else "inner"], weights[name], None, residual)
+            ops.linear_add(values["inner"], weight, None, residual, self._normed("qkv", self._behind(layer)))
+
+    def apply_both(self, name: str, values: dict[str, Tensor], residual: Residual) -> None:
+        """A linear with that on the other side of the norm, in their order."""
+        writer = name if name in ("o", "down") else ACROSS_NORM[name]
+        self.apply(writer, 0, values, residual)
+        self.apply(ACROSS_NORM[writer], 0 if writer == "o" else self._behind(0), values, residual)
+
+    def _behind(self, layer: int) -> int:
+        return (layer + 1) % len(self.layers)
+
+    def _normed(self, name: str, layer: int) -> NormedLinear:
+        return NormedLinear(self.norm, EPS, self.layers[layer][name], None)
 
     def values(self, tokens: int) -> dict[str, Tensor]:
         model = self.model
@@ -117,15 +143,17 @@ class Chain:
         return {name: random_normal(tokens, width) for name, width in columns.items()}
 
     def capture(self, given: dict[str, Tensor]) -> Run:
-        """All layers as they are set, on `values` that must outlive it."""
+        """All layers as they are set, on `values` that must outlive it; from the first one's attention on, so that each
+        norm stands between two linears."""
         values = dict(given)
 
         def run() -> None:
-            for weights in self.layers:
-                for name in LAYER:
-                    if name == "o":
-                        stand_in_attention(values["qkv"], values["heads"])
-                    self.apply(name, weights, values)
+            residual = Residual(values["residual"])
+            for layer in range(len(self.layers)):
+                stand_in_attention(values["qkv"], values["heads"])
+                for name in ("o", "gate_up", "down"):
+                    self.apply(name, layer, values, residual)
+                self.apply("qkv", self._behind(layer), values, residual)
 
         return self.timer.capture(run)
 
@@ -145,34 +173,49 @@ class Chain:
     def errors(self, linear: Linear, tokens: int, ways: Iterable[Way]) -> dict[Way, float]:
         """Relative, of the whole, of the ways that the device can run; infinite for one that does not repeat itself."""
         given = self.values(tokens)
-        weights = self.layers[0] if self.head is None else {**self.layers[0], "head": self.head}
-        expected = self._expected(linear, given, weights[linear.name])
         errors: dict[Way, float] = {}
         for way in ways:
             self.set(linear, way)
             try:
-                results = [self._once(linear.name, weights, given) for _ in range(2)]
+                results, again = (self._once(linear.name, given) for _ in range(2))
             except CANNOT_RUN as problem:
                 print(f"T={tokens} {linear.name} {short(way)}: {str(problem)[:200]}", flush=True)
                 continue
-            error = float((results[0].float() - expected).norm() / expected.norm())
-            errors[way] = error if torch.equal(*results) else float("inf")
+            expected = self._expected(linear.name, given, results)
+            worst = max(
+                float((result.float() - wide).norm() / wide.norm())
+                for result, wide in zip(results, expected, strict=True)
+            )
+            repeats = all(map(torch.equal, results, again))
+            errors[way] = worst if repeats else float("inf")
         return errors
 
-    def _once(self, name: str, weights: dict[str, Tensor], given: dict[str, Tensor]) -> Tensor:
-        values = {key: value.clone() for key, value in given.items()}
+    def _once(self, name: str, given: dict[str, Tensor]) -> list[Tensor]:
+        """The logits; or the residual that the norm takes, and what the linear behind it makes of that."""
         if name == "head":
-            return self.logits(values["residual"])
-        self.apply(name, weights, values)
-        return values[{"qkv": "qkv", "gate_up": "inner"}.get(name, "residual")]
+            return [self.logits(given["residual"])]
+        values, residual = dict(given), Residual(given["residual"].clone())
+        self.apply_both(name, values, residual)
+        return [residual.values, values["inner" if name in ("o", "gate_up") else "qkv"]]
 
-    def _expected(self, linear: Linear, given: dict[str, Tensor], weight: Tensor) -> Tensor:
-        residual = given["residual"].float()
-        if linear.name in ("o", "down"):
-            return residual + given["heads" if linear.name == "o" else "inner"].float() @ weight.float().t()
-        normed = reference.rms_norm(residual, self.norm.float(), EPS)
-        product = normed @ weight.float().t()
-        return reference.silu_mul(product) if linear.name == "gate_up" else product
+    def _expected(self, name: str, given: dict[str, Tensor], results: list[Tensor]) -> list[Tensor]:
+        """Of `_once`, in float32; what is behind the norm, of the residual that it had."""
+
+        def product(x: Tensor, weight: Tensor) -> Tensor:
+            return x.float() @ weight.float().t()
+
+        def normed(x: Tensor) -> Tensor:
+            return reference.rms_norm(x.float(), self.norm.float(), EPS)
+
+        if name == "head":
+            assert self.head is not None
+            return [product(normed(given["residual"]), self.head)]
+        weights, residual = self.layers[0], given["residual"].float()
+        if name in ("o", "gate_up"):
+            inner = reference.silu_mul(product(normed(results[0]), weights["gate_up"]))
+            return [residual + product(given["heads"], weights["o"]), inner]
+        qkv = product(normed(results[0]), self.layers[self._behind(0)]["qkv"])
+        return [residual + product(given["inner"], weights["down"]), qkv]
 
     def _choose(self, x: Tensor, weight: Tensor) -> LinearConfig | None:
         way = self.ways.get((weight.shape[0], weight.shape[1]), CUBLAS)
@@ -203,12 +246,11 @@ class Tuned:
 
 
 def tune(chain: Chain, tokens: int) -> Tuned:
-    before: dict[str, Way] = {}
+    before = chain.choose_all(tokens)
     right: dict[str, list[Way]] = {}
     worst_error = 0.0
     for name in chain.names:
         linear = chain.model.linear(name)
-        before[name] = choose(tokens, linear.n, linear.k) or CUBLAS
         errors = chain.errors(linear, tokens, _ways(linear, tokens))
         right[name] = [way for way, error in errors.items() if error < MAX_ERROR]
         worst_error = max([worst_error, *(errors[way] for way in right[name])])
@@ -301,18 +343,20 @@ def compile_part(names: list[str], token_counts: list[int], part: int, parts: in
         linear = MODELS[model].linear(name)
         for way in _ways(linear, tokens):
             if not isinstance(way, str):
-                keyed.setdefault(compile_key(linear, tokens, way), (model, linear, tokens, way))
+                across = MODELS[model].linear(ACROSS_NORM[name]) if name in ACROSS_NORM else None
+                keyed.setdefault(compile_key(linear, tokens, way, across), (model, linear, tokens, way))
     mine = list(keyed.values())[part::parts]
     for model in names:
         chain = Chain(MODELS[model], layers=1, head=head)
         for _, linear, tokens, way in (item for item in mine if item[0] == model):
+            chain.choose_all(tokens)
             chain.set(linear, way)
             values = chain.values(tokens)
             try:
                 if linear.name == "head":
                     chain.logits(values["residual"])
                 else:
-                    chain.apply(linear.name, chain.layers[0], values)
+                    chain.apply_both(linear.name, values, Residual(values["residual"]))
             except CANNOT_RUN:
                 continue  # reported where it would be timed
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from gpu_runner.kernels.linear import MIN_DOT_TOKENS
+from gpu_runner.kernels.linear import MIN_DOT_TOKENS, room_for_parts, row_tiles
 from gpu_runner.kernels.linear_config import (
     MIN_HEAD_ROWS,
     NUM_PROGRAMS,
@@ -25,6 +25,8 @@ Way = LinearConfig | str
 MAX_SHARED_BYTES = 227 << 10
 MAX_SPLIT = 8
 PREFILL_TOKENS = 2048
+ACROSS_NORM = {"qkv": "down", "o": "gate_up", "gate_up": "o", "down": "qkv"}
+"""Of a linear, that on the other side of its norm."""
 
 
 @dataclass(frozen=True)
@@ -132,14 +134,18 @@ def _prefill_ways() -> list[TileConfig]:
     ]
 
 
-def compile_key(linear: Linear, tokens: int, way: LinearConfig) -> Any:
-    """Equal for what is one compiled kernel."""
+def compile_key(linear: Linear, tokens: int, way: LinearConfig, across: Linear | None) -> Any:
+    """Equal for what is one compiled kernel. across: the linear on the other side of the norm, as `choose` names it."""
     op = linear.name if linear.normed or linear.is_head else "add"
     if isinstance(way, FmaConfig):
         return op, linear.n, linear.k, way, tokens
+    other = across and choose(tokens, across.n, across.k)
+    parts = None
+    if isinstance(other, DotConfig | TileConfig):
+        parts = room_for_parts(row_tiles(other, linear.k)) if linear.normed else 0
     if isinstance(way, TileConfig):
-        return op, linear.n, linear.k, replace(way, programs=min(way.programs, 1))
-    return op, linear.n, linear.k, way, min(way.tokens, _padded(tokens)), tokens <= way.tokens
+        return op, linear.n, linear.k, replace(way, programs=min(way.programs, 1)), parts
+    return op, linear.n, linear.k, way, min(way.tokens, _padded(tokens)), tokens <= way.tokens, parts
 
 
 def _padded(tokens: int) -> int:
