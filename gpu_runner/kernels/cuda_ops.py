@@ -19,7 +19,15 @@ from gpu_runner.kernels import linear, norm_rope
 from gpu_runner.kernels.attention_decode import decode_attention
 from gpu_runner.kernels.attention_fused import MAX_ROWS, can_fuse, fused_decode_attention
 from gpu_runner.kernels.attention_prefill import prefill_attention
-from gpu_runner.kernels.linear_config import FmaConfig, LinearConfig, choose, largest_scratch
+from gpu_runner.kernels.linear_config import (
+    FmaConfig,
+    LinearConfig,
+    TileConfig,
+    choose,
+    choose_heads,
+    largest_scratch,
+)
+from gpu_runner.kernels.linear_heads import qkv_norm_rope_write
 from gpu_runner.kernels.reference import rope_cos_sin
 from gpu_runner.kernels.step_meta import StepMeta
 from gpu_runner.kernels.work_list import WorkList
@@ -29,6 +37,11 @@ def _chosen(x: Tensor, weight: Tensor) -> LinearConfig | None:
     """By shape; but float32 tiles for tensor cores would exceed the shared memory."""
     config = choose(len(x), *weight.shape)
     return config if x.dtype != torch.float32 or isinstance(config, FmaConfig) else None
+
+
+def _chosen_heads(x: Tensor, weight: Tensor, head_dim: int) -> TileConfig | None:
+    n, k = weight.shape
+    return None if x.dtype == torch.float32 else choose_heads(len(x), n, k, head_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +102,10 @@ class CudaOps:
 
     def attend(
         self,
-        qkv: Tensor,
+        x: Tensor,
+        norm: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
         kv_layer: Tensor,
         meta: CudaMeta,
         *,
@@ -102,15 +118,28 @@ class CudaOps:
         window: int | None,
     ) -> Tensor:
         """With a list of all rows, what it returns of padding means nothing: it is not written."""
-        tokens = len(qkv)
+        tokens = len(x)
         positions, kv_index = meta.step.positions[:tokens], meta.step.kv_index[:tokens]
         work, counts, table = meta.work[window], meta.step.counts, meta.page_table
         norms: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps}
         _, _, num_kv_heads, _, head_dim = kv_layer.shape
-        if not work.all_rows:
-            rotation = self._rotations(inv_freq, table.shape[1] * PAGE_SIZE)
-            if not meta.prefill and tokens <= MAX_ROWS and can_fuse(num_heads, num_kv_heads, head_dim):
-                out = qkv.new_empty(tokens, num_heads, head_dim)
+        # Of all rows: a token's bits must not depend on their number.
+        heads = None if work.all_rows else _chosen_heads(x, weight, head_dim)
+        rotation = None if work.all_rows else self._rotations(inv_freq, table.shape[1] * PAGE_SIZE)
+        if heads is not None:
+            q = x.new_empty(tokens, num_heads, head_dim)
+            qkv_norm_rope_write(
+                *(self.rms_norm(x, norm, eps), weight, positions, kv_index, inv_freq, kv_layer),
+                out=q,
+                config=heads,
+                bias=bias,
+                **norms,
+            )
+        else:
+            qkv = self.norm_linear(x, norm, eps, weight, bias)
+            fusable = tokens <= MAX_ROWS and can_fuse(num_heads, num_kv_heads, head_dim)
+            if rotation is not None and not meta.prefill and fusable:
+                out = x.new_empty(tokens, num_heads, head_dim)
                 fused_decode_attention(
                     *(qkv, kv_layer, out, work),
                     positions=positions,
@@ -122,12 +151,12 @@ class CudaOps:
                     **norms,
                 )
                 return out
-        q = norm_rope.qk_norm_rope_write(
-            *(qkv, positions, kv_index, inv_freq, kv_layer),
-            num_heads=num_heads,
-            programs_per_token=1 if work.all_rows else None,
-            **norms,
-        )
+            q = norm_rope.qk_norm_rope_write(
+                *(qkv, positions, kv_index, inv_freq, kv_layer),
+                num_heads=num_heads,
+                programs_per_token=1 if work.all_rows else None,
+                **norms,
+            )
         out = torch.empty_like(q)
         if not work.all_rows:
             decode_attention(q, kv_layer, out, work, counts=counts, page_table=table, scale=scale)

@@ -1,8 +1,8 @@
 """What a decoder layer is made of, cut where kernels can be fused; two implementations per kind of device, of which one
 gives a token the same bits in any batch.
 
-    qkv       = norm_linear(residual)          RMSNorm prologue
-    attention = attend(qkv)                    query/key norm, rotary embedding, keys and values into their pages
+    attention = attend(residual)               RMSNorm prologue, qkv product; query/key norm, rotary embedding, keys and
+                                               values into their pages
     residual += linear(attention)              linear_add
     h         = norm_gate_up(residual)         RMSNorm prologue, SiLU and product epilogue
     residual += linear(h)                      linear_add
@@ -49,13 +49,12 @@ class ModelOps(Protocol):
         """[T, hidden]: the first residual, `out` or else a tensor of its own."""
         ...
 
-    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """linear(rms_norm(x)). x: [T, in]. Returns [T, out]."""
-        ...
-
     def attend(
         self,
-        qkv: Tensor,
+        x: Tensor,
+        norm: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
         kv_layer: Tensor,
         meta: Any,
         *,
@@ -67,13 +66,14 @@ class ModelOps(Protocol):
         scale: float,
         window: int | None,
     ) -> Tensor:
-        """Norm each query and key head (where a weight is given), rotate both, write keys and values into their pages;
-        causal attention of each row's tokens over the row's pages, those tokens' included.
+        """Of linear(rms_norm(x)) norm each query and key head (where a weight is given), rotate both, write keys and
+        values into their pages; causal attention of each row's tokens over the row's pages, those tokens' included.
 
-        qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim], heads of q, then k, then v; query head h reads KV head
-        h // (num_heads / num_kv_heads). inv_freq: [head_dim / 2] float32, radians per position, the same tensor for all
-        layers and steps; a head's first half is rotated against its second half. q_norm, k_norm: [head_dim]. window: a
-        token sees only the last `window` positions, its own included; None = all. Returns [T, num_heads, head_dim].
+        x: [T, in]. norm: [in]. weight: [(num_heads + 2 * num_kv_heads) * head_dim, in], heads of q, then k, then v;
+        query head h reads KV head h // (num_heads / num_kv_heads). inv_freq: [head_dim / 2] float32, radians per
+        position, the same tensor for all layers and steps; a head's first half is rotated against its second half.
+        q_norm, k_norm: [head_dim]. window: a token sees only the last `window` positions, its own included; None = all.
+        Returns [T, num_heads, head_dim].
         """
         ...
 

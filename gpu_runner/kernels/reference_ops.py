@@ -29,7 +29,10 @@ class ReferenceOps:
 
     def attend(
         self,
-        qkv: Tensor,
+        x: Tensor,
+        norm: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
         kv_layer: Tensor,
         meta: BatchMeta,
         *,
@@ -41,6 +44,7 @@ class ReferenceOps:
         scale: float,
         window: int | None,
     ) -> Tensor:
+        qkv = self.norm_linear(x, norm, eps, weight, bias)
         if self._rotation is None or self._rotation[0] is not meta:  # the same for all layers of a step
             self._rotation = meta, self._rope_cos_sin(meta.positions, inv_freq)
         q = reference.qk_norm_rope_write(

@@ -64,9 +64,8 @@ class Decoder:
         eps = config.rms_norm_eps
         residual = ops.embed(token_ids, weights.embedding, out=residual)
         for layer, kv_layer, window in zip(weights.layers, kv_cache, config.layer_windows, strict=True):
-            qkv = ops.norm_linear(residual, layer.input_norm, eps, layer.qkv, layer.qkv_bias)
             heads = ops.attend(
-                qkv,
+                *(residual, layer.input_norm, layer.qkv, layer.qkv_bias),
                 kv_layer,
                 meta,
                 inv_freq=self._inv_freq,

@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gpu_runner.kernels.linear_config import choose_heads
+from gpu_runner.schedule.buckets import token_buckets
+
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "vocab_size": 300,
@@ -28,26 +31,33 @@ CONFIG = {
 }
 
 
-def compile_kernels(folder: Path, cache: Path) -> dict[str, Any]:
+def run_without_gpu(folder: Path, cache: Path, *options: str) -> Any:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {
         "DISABLE_PTXAS_OPT": "1",
         "TRITON_CACHE_DIR": str(cache),
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
-    command = [sys.executable, "-m", "support.compile_without_gpu", str(folder)]
+    command = [sys.executable, "-m", "support.compile_without_gpu", str(folder), *options]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    result: dict[str, Any] = json.loads(run.stdout)
-    return result
+    return json.loads(run.stdout)
 
 
 def test_a_start_compiles_every_kernel_and_the_next_one_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    done = compile_kernels(tmp_path, tmp_path / "cache")
+    done = run_without_gpu(tmp_path, tmp_path / "cache")
     (kernels, compiled, known), again = done["results"]
     # What was compiled lies where a launch of the same kernel looks for it, and on disk.
     assert kernels == compiled == known > 20
     assert again == [kernels, 0, kernels]
     assert done["progress"] == 2 * [[ready, kernels if ready else 0] for ready in range(kernels + 1)]
     assert 0 < len(done["launchers"]) < 2 * kernels
+
+
+def test_steps_of_many_tokens_have_no_kernel_between_the_product_and_its_heads(tmp_path: Path) -> None:
+    wide = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | wide))
+    names = run_without_gpu(tmp_path, tmp_path / "cache", "--names")
+    of_tokens = [choose_heads(tokens, 4096, 1024, 128) for tokens in token_buckets(512)]
+    assert names.count("linear_heads_kernel") == len(set(of_tokens) - {None}) > 0

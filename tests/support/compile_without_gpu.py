@@ -1,9 +1,11 @@
 """Compiles a tiny model's kernels for a GPU that is not there, and prints as JSON what was done.
 
     python -m support.compile_without_gpu MODEL_FOLDER
+    python -m support.compile_without_gpu MODEL_FOLDER --names
     python -m support.compile_without_gpu MODEL_FOLDER --batch-invariant
 
-With --batch-invariant nothing is compiled: what is printed is the name of each kernel that such an engine would have.
+With an option nothing is compiled: what is printed is the name of each kernel that an engine of 64 rows and 512 tokens
+would have, or a batch-invariant one.
 
 A process of its own: the tests' one runs Triton's interpreter instead of its compiler.
 """
@@ -73,8 +75,9 @@ def main() -> None:
     driver.set_active(hopper)
     model, *options = sys.argv[1:]
     config = EngineConfig(load_format="dummy", max_num_seqs=1, max_num_batched_tokens=16, kv_cache_tokens=256)
-    if options == ["--batch-invariant"]:
-        config = msgspec.structs.replace(config, max_num_seqs=64, max_num_batched_tokens=512, batch_invariant=True)
+    if options:
+        invariant = options == ["--batch-invariant"]
+        config = msgspec.structs.replace(config, max_num_seqs=64, max_num_batched_tokens=512, batch_invariant=invariant)
         print(json.dumps(list_kernels(made_up_build(model, config))))
         return
     build = made_up_build(model, config)
