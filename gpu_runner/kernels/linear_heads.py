@@ -23,6 +23,9 @@ from gpu_runner.kernels.linear_parts import prefetch_to_l2
 from gpu_runner.kernels.linear_tile import place_of
 from gpu_runner.kernels.norm_rope import rounded_scale
 
+MIN_PARTS = 16
+"""Sums of squares of a token that a kernel has room for at least: fewer kernels to compile."""
+
 
 def qkv_norm_rope_write(
     x: Tensor,
@@ -65,7 +68,6 @@ def qkv_norm_rope_write(
         raise ValueError(f"{config} does not give whole heads of {head_dim} rows to one program each")
     options = launch_options(x, config.num_warps)
     tiles = triton.cdiv(num_tokens, config.tokens) * triton.cdiv(len(weight), config.rows)
-    parts = 0 if squares is None else len(squares)
     linear_heads_kernel[(tiles,)](
         TensorDescriptor.from_tensor(x, [config.tokens, config.block_k]),
         TensorDescriptor.from_tensor(weight, [config.rows, config.block_k]),
@@ -81,6 +83,7 @@ def qkv_norm_rope_write(
         kv_layer,
         num_tokens,
         num_pages,
+        0 if squares is None else len(squares),
         eps,
         HEADS=num_heads,
         KV_HEADS=num_kv_heads,
@@ -95,8 +98,7 @@ def qkv_norm_rope_write(
         PREFETCH_K=config.prefetch_k if options["PDL"] else 0,  # there is no wait to prefetch in without
         HAS_BIAS=bias is not None,
         HAS_NORM=q_norm is not None,
-        PARTS=parts,
-        BLOCK_PARTS=triton.next_power_of_2(max(1, parts)),
+        PARTS=0 if squares is None else max(MIN_PARTS, triton.next_power_of_2(len(squares))),
         EARLY=config.prefetch_k > 0,
         INTERPRETED=not on_gpu(x),
         **options,
@@ -130,13 +132,13 @@ def _factors(inv_freq, q_norm, k_norm, is_q, half, HALF: tl.constexpr, HAS_NORM:
         return turn, turn, turn
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_pages"])
+@triton.jit(do_not_specialize=["num_tokens", "num_pages", "num_parts"])
 def linear_heads_kernel(
     x,  # descriptor of [T, K] in blocks of [TOKENS, BLOCK_K]
     weight,  # descriptor of [N, K] in blocks of [ROWS, BLOCK_K]
     weight_start,  # pointer to the same
     bias,  # [N] if HAS_BIAS
-    squares,  # [PARTS, T] float32 if PARTS
+    squares,  # [num_parts, T] float32 if PARTS
     positions,  # [T] int32
     kv_index,  # [T] int32
     inv_freq,  # [HEAD_DIM / 2] float32
@@ -146,6 +148,7 @@ def linear_heads_kernel(
     kv_layer,  # [2, num_pages, KV_HEADS, PAGE, HEAD_DIM]
     num_tokens,  # T
     num_pages,
+    num_parts,
     eps,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -160,8 +163,7 @@ def linear_heads_kernel(
     PREFETCH_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
+    PARTS: tl.constexpr,  # a power of two from num_parts, or 0
     EARLY: tl.constexpr,  # a tile's factors are in registers from its start: where few programs are to an SM
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
@@ -194,9 +196,10 @@ def linear_heads_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     if PARTS > 0:
-        part = tl.arange(0, BLOCK_PARTS)[:, None]
-        places = squares + part.to(tl.int64) * num_tokens + token[None, :]
-        square = tl.load(places, mask=(part < PARTS) & exists[None, :], other=0.0, cache_modifier=".cg")
+        # Asked for in front of the loop over K and used behind it, they take no time.
+        part = tl.arange(0, PARTS)[:, None]
+        mask = (part < num_parts) & exists[None, :]
+        square = tl.load(squares + part * num_tokens + token[None, :], mask=mask, other=0.0, cache_modifier=".cg")
 
     sums = tl.zeros((TOKENS, ROWS), dtype=tl.float32)
     for block in tl.range(BLOCKS, num_stages=STAGES):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_runner.kernels import reference
-from gpu_runner.kernels.linear_config import TileConfig
+from gpu_runner.kernels.linear_config import TileConfig, choose_heads
 from gpu_runner.kernels.linear_heads import qkv_norm_rope_write
 
 ON_GPU = torch.cuda.is_available()
@@ -165,7 +165,7 @@ def test_tokens_fill_tiles_or_leave_one_in_the_last(tokens: int, dtype: torch.dt
 
 @parametrize_dtypes
 @parametrize_shapes
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("parts", [1, 19])
 def test_tokens_are_scaled_by_their_squares_before_the_bias(
     parts: int, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
@@ -222,3 +222,25 @@ def test_what_is_no_qkv_of_whole_heads_is_refused() -> None:
         run(replace(given, weight=given.weight[:-1]), TILES[0])
     with pytest.raises(ValueError, match="both normed"):
         run(replace(given, q_norm=given.x[0]), TILES[0])
+
+
+SHARED_BYTES = 227 << 10  # of an SM, in bf16
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("shape", [(4096, 1024), (6144, 4096), (6144, 1024), (960, 576)])
+def test_choice_is_of_many_tokens_and_one_that_the_kernel_can_run(shape: tuple[int, int], head_dim: int) -> None:
+    for tokens in (1, 2, 4, 8, 16, 32, 64):
+        assert choose_heads(tokens, *shape, head_dim) is None
+    for tokens in (65, 96, 128, 256, 384, 512, 1024, 4096, 8192):
+        config = choose_heads(tokens, *shape, head_dim)
+        if config is not None:
+            assert config.programs == 0
+            assert config.rows % head_dim == 0
+            assert config.stages * (config.rows + config.tokens) * config.block_k * 2 <= SHARED_BYTES
+
+
+def test_heads_wider_than_a_tile_or_rows_of_uneven_memory_are_left_to_kernels_of_their_own() -> None:
+    assert choose_heads(256, 4096, 1024, 128) is not None
+    assert choose_heads(256, 4096, 1024, 256) is None
+    assert choose_heads(256, 4096, 1020, 128) is None
