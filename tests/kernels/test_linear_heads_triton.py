@@ -4,15 +4,20 @@ under the interpreter."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.attention_step import AttentionStep, make_step
 from torch import Tensor
 
-from gpu_runner.kernels import reference
+from gpu_runner.kernels import cuda_ops, reference
+from gpu_runner.kernels.cuda_ops import CudaMeta, CudaOps
 from gpu_runner.kernels.linear_config import TileConfig, choose_heads
 from gpu_runner.kernels.linear_heads import qkv_norm_rope_write
+from gpu_runner.kernels.step_meta import new_step_meta
+from gpu_runner.kernels.work_list import allocate_work_list
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -244,3 +249,57 @@ def test_heads_wider_than_a_tile_or_rows_of_uneven_memory_are_left_to_kernels_of
     assert choose_heads(256, 4096, 1024, 128) is not None
     assert choose_heads(256, 4096, 1024, 256) is None
     assert choose_heads(256, 4096, 1020, 128) is None
+
+
+# ---------------------------------------------------------------------------------------------------- in a layer
+
+
+def attend(step: AttentionStep, given: Given, kv_layer: Tensor, *, prefill: bool) -> Tensor:
+    """By `CudaOps`, of the step's rows."""
+    work = allocate_work_list(
+        max_rows=8, max_tokens=len(given.x), num_heads=given.heads, num_kv_heads=given.kv_heads,
+        head_dim=given.head_dim, window=None, device=DEVICE,
+    )  # fmt: skip
+    step.list_work(work, prefill=prefill)
+    meta = new_step_meta(max_rows=8, max_tokens=len(given.x), device=DEVICE)
+    meta.counts.copy_(step.counts)
+    meta.positions.copy_(given.positions)
+    meta.kv_index.copy_(given.kv_index)
+    return CudaOps().attend(
+        *(given.x, 1 + 0.1 * given.x[0], given.weight, given.bias, kv_layer),
+        CudaMeta(step=meta, work={None: work}, page_table=step.page_table, prefill=prefill),
+        inv_freq=given.inv_freq,
+        num_heads=given.heads,
+        q_norm=given.q_norm,
+        k_norm=given.k_norm,
+        eps=EPS,
+        scale=given.head_dim**-0.5,
+        window=None,
+    )
+
+
+@parametrize_dtypes
+@pytest.mark.parametrize("chunks", [[], [(0, 20), (30, 18)]], ids=["decode", "prefill"])
+def test_attention_is_the_same_with_heads_in_the_product_and_behind_it(
+    chunks: list[tuple[int, int]], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = make_step(
+        decode_lens=[5, 33], chunks=chunks, heads=4, kv_heads=2, head_dim=64, max_rows=8, dtype=dtype,
+        device=DEVICE.type,
+    )  # fmt: skip
+    positions = torch.cat([torch.arange(start, start + length) for _, start, length in step.rows]).to(DEVICE)
+    slots = torch.cat([step.row_slot[row].repeat(length) for row, (_, _, length) in enumerate(step.rows)])
+    kv_index = step.page_table[slots.long(), positions // PAGE] * PAGE + (positions % PAGE).int()
+    given = replace(
+        draw(step.num_tokens, SHAPES[0], dtype, normed=True, bias=True), positions=positions.int(), kv_index=kv_index
+    )
+    results = []
+    for config in (None, replace(TILES[0], prefetch_k=0)):
+        monkeypatch.setattr(cuda_ops, "_chosen_heads", Mock(return_value=config))
+        kv_layer = step.kv_layer.clone()
+        out = attend(step, given, kv_layer, prefill=bool(chunks))
+        results.append((out, kv_layer.nan_to_num(7.0)))
+    (expected, expected_kv), (out, kv_layer) = results
+    assert_close(out, expected)
+    assert_close(kv_layer, expected_kv)
+    assert not torch.equal(kv_layer, step.kv_layer.nan_to_num(7.0))
