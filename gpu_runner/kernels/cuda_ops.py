@@ -25,8 +25,10 @@ from gpu_runner.kernels.linear_config import (
     LinearConfig,
     TileConfig,
     choose,
+    choose_heads,
     largest_scratch,
 )
+from gpu_runner.kernels.linear_heads import qkv_norm_rope_write
 from gpu_runner.kernels.reference import rope_cos_sin
 from gpu_runner.kernels.residual import Gained, NormedLinear, Residual
 from gpu_runner.kernels.step_meta import StepMeta
@@ -37,6 +39,11 @@ def _chosen(x: Tensor, weight: Tensor) -> LinearConfig | None:
     """By shape; but float32 tiles for tensor cores would exceed the shared memory."""
     config = choose(len(x), *weight.shape)
     return config if x.dtype != torch.float32 or isinstance(config, FmaConfig) else None
+
+
+def _chosen_heads(x: Tensor, weight: Tensor, head_dim: int) -> TileConfig | None:
+    n, k = weight.shape
+    return None if x.dtype == torch.float32 else choose_heads(len(x), n, k, head_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +64,11 @@ class CudaOps:
         *,
         scratch: linear.SplitScratch | None = None,
         choose: Callable[[Tensor, Tensor], LinearConfig | None] = _chosen,
-        fold_norms: bool = True,
     ) -> None:
         """scratch: large enough for what `choose` names, None where that shares no tiles. choose: how to compute
-        x @ weight.T, of x and weight; None: with cuBLAS. fold_norms: spare a norm its kernel where both the kernel
-        in front of it and that behind it can do their part."""
+        x @ weight.T, of x and weight; None: with cuBLAS."""
         self._rotation: tuple[Tensor, Tensor] | None = None
         self._choose = choose
-        self._fold_norms = fold_norms
         self._scratch = scratch
 
     @classmethod
@@ -109,14 +113,14 @@ class CudaOps:
     def _gained(self, values: Tensor, reader: NormedLinear | None, parts: int) -> Gained | None:
         """What a kernel that writes residuals `values` is to write too, in so many parts; None where their reader does
         without."""
-        if reader is None or not self._fold_norms:
+        if reader is None or not isinstance(self._choose(values, reader.weight), DotConfig):
             return None
-        takes = isinstance(self._choose(values, reader.weight), DotConfig | TileConfig)
-        return Gained.allocate(values, reader.gain, parts=parts) if takes else None
+        return Gained.allocate(values, reader.gain, parts=parts)
 
     def attend(
         self,
-        qkv: Tensor,
+        residual: Residual,
+        linear: NormedLinear,
         kv_layer: Tensor,
         meta: CudaMeta,
         *,
@@ -129,7 +133,8 @@ class CudaOps:
         window: int | None,
     ) -> Tensor:
         """With a list of all rows, what it returns of padding means nothing: it is not written."""
-        tokens = len(qkv)
+        x, weight = residual.values, linear.weight
+        tokens = len(x)
         positions, kv_index = meta.step.positions[:tokens], meta.step.kv_index[:tokens]
         work, counts, table = meta.work[window], meta.step.counts, meta.page_table
         norms: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps}
@@ -137,9 +142,9 @@ class CudaOps:
         if not work.all_rows:
             rotation = self._rotations(inv_freq, table.shape[1] * PAGE_SIZE)
             if not meta.prefill and tokens <= MAX_ROWS and can_fuse(num_heads, num_kv_heads, head_dim):
-                out = qkv.new_empty(tokens, num_heads, head_dim)
+                out = x.new_empty(tokens, num_heads, head_dim)
                 fused_decode_attention(
-                    *(qkv, kv_layer, out, work),
+                    *(self.norm_linear(residual, linear), kv_layer, out, work),
                     positions=positions,
                     kv_index=kv_index,
                     counts=counts,
@@ -149,12 +154,20 @@ class CudaOps:
                     **norms,
                 )
                 return out
-        q = norm_rope.qk_norm_rope_write(
-            *(qkv, positions, kv_index, inv_freq, kv_layer),
-            num_heads=num_heads,
-            programs_per_token=1 if work.all_rows else None,
-            **norms,
-        )
+        # With a list of all rows a token's bits must not depend on their number.
+        config = None if work.all_rows else _chosen_heads(x, weight, head_dim)
+        if config is None:
+            q = norm_rope.qk_norm_rope_write(
+                *(self.norm_linear(residual, linear), positions, kv_index, inv_freq, kv_layer),
+                num_heads=num_heads,
+                programs_per_token=1 if work.all_rows else None,
+                **norms,
+            )
+        else:
+            q = x.new_empty(tokens, num_heads, head_dim)
+            normed = self.rms_norm(x, linear.gain, linear.eps)
+            places = (positions, kv_index, inv_freq, kv_layer)
+            qkv_norm_rope_write(normed, weight, *places, out=q, config=config, bias=linear.bias, **norms)
         out = torch.empty_like(q)
         if not work.all_rows:
             decode_attention(q, kv_layer, out, work, counts=counts, page_table=table, scale=scale)
@@ -172,9 +185,8 @@ class CudaOps:
     def linear_add(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Residual, reader: NormedLinear | None
     ) -> None:
-        config, values = self._choose(x, weight), residual.values
-        gained = None
-        if isinstance(config, DotConfig | TileConfig):
+        config, values, gained = self._choose(x, weight), residual.values, None
+        if isinstance(config, DotConfig):
             gained = self._gained(values, reader, linear.row_tiles(config, len(weight)))
         residual.gained = gained
         if config is not None:

@@ -26,4 +26,4 @@ class InvariantCudaOps(CudaOps):
     """`ModelOps` on one GPU and one stream; a step's work lists are of all rows (`WorkList.all_rows`)."""
 
     def __init__(self) -> None:
-        super().__init__(choose=_by_weight, fold_norms=False)
+        super().__init__(choose=_by_weight)

@@ -78,12 +78,11 @@ def linear(
 ) -> None:
     """out = x @ weight.T + bias. out: [T, N] of x's type, or float32 and then not rounded.
 
-    gate_up: silu(gate) * up of the product goes to `out`, [T, N / 2]; weight has N / 2 gate rows, then as many up rows.
-    add: the product is added to `out`, which is not x itself.
-
-    With an `FmaConfig`, norm: [K], the gain with which x is taken `rms_norm` of. Each program computes that of all
-    tokens; with more than a few, a kernel of its own would cost less. With any other, squares: [parts, T], those of the
-    `Gained` whose values are x; and gained: what is written of `out` too, in `row_tiles` parts, unless gate_up.
+    norm: [K], of which x is taken `rms_norm`, with an `FmaConfig` only: each program computes it of all tokens, and
+    with more than a few a kernel of its own costs less. gate_up: silu(gate) * up of the product goes to `out`, [T, N /
+    2]; weight has N / 2 gate rows, then as many up rows. add: the product is added to `out`, which is not x itself.
+    With a `DotConfig` only, squares: [parts, T], those of the `Gained` whose values are x; and gained: what is written
+    of `out` too, in `row_tiles` parts, unless gate_up.
 
     Raises ValueError for a split configuration without a scratch that holds it.
     """
@@ -102,29 +101,13 @@ def linear(
         linear_fma_kernel[(triton.cdiv(n, config.rows),)](
             *(x, weight, norm, bias, out, eps), T=len(x), DEPTH=config.depth, HAS_NORM=norm is not None, **options
         )
-        return
-    options |= {
-        "squares": squares,
-        "num_parts": 0 if squares is None else len(squares),
-        "eps": eps,
-        "PARTS": 0 if squares is None else room_for_parts(len(squares)),
-        "gain": None if gained is None else gained.gain,
-        "gained": None if gained is None else gained.values,
-        "gained_squares": None if gained is None else gained.squares,
-        "HAS_GAIN": gained is not None,
-    }
-    if isinstance(config, DotConfig):
-        _launch_dot(x, weight, bias, out, config, scratch, options)
+    elif isinstance(config, DotConfig):
+        _launch_dot(x, weight, bias, out, config, scratch, squares, eps, gained, options)
     else:
         _launch_tile(x, weight, bias, out, config, scratch, options)
 
 
-def room_for_parts(parts: int) -> int:
-    """How many parts of squares a kernel that reads so many is compiled for."""
-    return max(MIN_PARTS, triton.next_power_of_2(parts))
-
-
-def row_tiles(config: LinearConfig, n: int) -> int:
+def row_tiles(config: DotConfig, n: int) -> int:
     """Into how many tiles n rows of W are cut, each of which writes its part of the squares of a `Gained`."""
     return triton.cdiv(n, config.rows)
 
@@ -136,20 +119,27 @@ def _launch_dot(
     out: Tensor,
     config: DotConfig,
     scratch: SplitScratch | None,
+    squares: Tensor | None,
+    eps: float,
+    gained: Gained | None,
     options: dict[str, Any],
 ) -> None:
     num_tokens, n = len(x), len(weight)
     tokens = min(config.tokens, max(MIN_DOT_TOKENS, triton.next_power_of_2(num_tokens)))
     token_tiles = triton.cdiv(num_tokens, tokens)
     partials, arrivals = _parts_of(scratch, config, x, weight) if config.split_k > 1 else (None, None)
-    linear_dot_kernel[(triton.cdiv(n, config.rows) * token_tiles, config.split_k)](
-        *(x, weight, bias, out, partials, arrivals, num_tokens),
+    num_parts = 0 if squares is None else len(squares)
+    to_gain = (None, None, None) if gained is None else (gained.gain, gained.values, gained.squares)
+    linear_dot_kernel[(row_tiles(config, n) * token_tiles, config.split_k)](
+        *(x, weight, bias, out, partials, arrivals, num_tokens, squares, num_parts, eps, *to_gain),
         TOKENS=tokens,
         STAGES=config.stages,
         SPLIT_K=config.split_k,
         PREFETCH_K=config.prefetch_k if options["PDL"] else 0,  # there is no wait to prefetch in without
         WEIGHT_FIRST=config.weight_first,
         ONCE=token_tiles == 1,
+        PARTS=0 if squares is None else max(MIN_PARTS, triton.next_power_of_2(num_parts)),
+        HAS_GAIN=gained is not None,
         **options,
     )
 

@@ -5,16 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gpu_runner.kernels.linear_parts import (
-    output_places,
-    outputs_of,
-    prefetch_to_l2,
-    rooted,
-    row_values,
-    squares_of,
-    store_gained,
-    weight_rows,
-)
+from gpu_runner.kernels.linear_parts import output_places, outputs_of, prefetch_to_l2, row_values, weight_rows
 
 
 @triton.jit
@@ -105,7 +96,11 @@ def linear_dot_kernel(
     if ADD:
         # Asked for now, so that it is there when the sums are. Its writer is the tile's last program to arrive.
         residual = tl.load(places, mask=mask, other=0.0)
-    x_squares = squares_of(squares, token, num_parts, num_tokens, PARTS)
+    if PARTS > 0:
+        # Asked for in front of the loop over K and used behind it, they take no time.
+        source = tl.arange(0, PARTS)[:, None]
+        square_mask = (source < num_parts) & (token < num_tokens)[None, :]
+        x_squares = tl.load(squares + source * num_tokens + token[None, :], mask=square_mask, other=0.0)
     if WEIGHT_FIRST:
         sums = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
     else:
@@ -134,8 +129,12 @@ def linear_dot_kernel(
                     partials + other * (num_tokens * N) + partial, mask=partial_mask, other=0.0, cache_modifier=".cg"
                 )
             tl.store(arrivals + tl.program_id(0), 0)
-        sums = rooted(sums, x_squares, eps, K, PARTS)
+        if PARTS > 0:
+            sums *= tl.rsqrt(tl.sum(x_squares, axis=0) / K + eps)[:, None]
         y = outputs_of(sums + row_bias, residual, x.dtype.element_ty, GATE_UP, ADD).to(out.dtype.element_ty)
         tl.store(places, y, mask=mask)
         if HAS_GAIN:
-            store_gained(y, row_gain, gained, gained_squares, token, row, tile, num_tokens, N)
+            wide = tl.where(mask, y.to(tl.float32), 0.0)
+            gained_places, _ = output_places(gained, token, tile, num_tokens, N, ROWS, GATE_UP)
+            tl.store(gained_places, (wide * row_gain).to(gained.dtype.element_ty), mask=mask)
+            tl.store(gained_squares + tile * num_tokens + token, tl.sum(wide * wide, axis=1), mask=token < num_tokens)

@@ -1,4 +1,4 @@
-"""What the kernels of skinny linear layers share: which rows a program owns, norms, the epilogue."""
+"""What the kernels of skinny linear layers share: which rows a program owns, the norm, the epilogue."""
 
 from __future__ import annotations
 
@@ -83,38 +83,3 @@ def outputs_of(y, residual, DTYPE: tl.constexpr, GATE_UP: tl.constexpr, ADD: tl.
         return y.to(DTYPE).to(tl.float32) + residual.to(tl.float32)
     else:
         return y
-
-
-@triton.jit
-def squares_of(squares, token, num_parts, num_tokens, PARTS: tl.constexpr):
-    """The sums of squares [num_parts, T] of some tokens: [PARTS, tokens], the rest zero; nothing if PARTS is 0.
-
-    Asked for in front of the loop over K and used by `rooted` behind it, they take no time.
-    """
-    if PARTS > 0:
-        part = tl.arange(0, PARTS)[:, None]
-        mask = (part < num_parts) & (token < num_tokens)[None, :]
-        return tl.load(squares + part * num_tokens + token[None, :], mask=mask, other=0.0)
-    else:
-        return 0.0
-
-
-@triton.jit
-def rooted(sums, squares, eps, K: tl.constexpr, PARTS: tl.constexpr):
-    """Sums over `residual.Gained` values, [tokens, ROWS], divided by each token's root mean square; or as they are."""
-    if PARTS > 0:
-        return sums * tl.rsqrt(tl.sum(squares, axis=0) / K + eps)[:, None]
-    else:
-        return sums
-
-
-@triton.jit
-def store_gained(r, gain, gained, squares, token, column, tile, num_tokens, WIDTH: tl.constexpr):
-    """Write what `residual.Gained` holds of one tile. r: [tokens, columns], rounded. gain: of these columns,
-    [1, columns] float32. gained: [T, WIDTH]. squares: [tiles of columns, T]."""
-    in_step = token < num_tokens
-    exists = in_step[:, None] & (column < WIDTH)[None, :]
-    wide = tl.where(exists, r.to(tl.float32), 0.0)
-    places = gained + token.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    tl.store(places, (wide * gain).to(gained.dtype.element_ty), mask=exists)
-    tl.store(squares + tile * num_tokens + token, tl.sum(wide * wide, axis=1), mask=in_step)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gpu_runner.kernels.linear_parts import prefetch_to_l2, rooted, silu_product, squares_of, store_gained
+from gpu_runner.kernels.linear_parts import prefetch_to_l2, silu_product
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def _member_of(block, members, blocks):
 
 
 @triton.jit
-def _place_of(tile, token_tiles, ROW_TILES: tl.constexpr, GROUP: tl.constexpr):
+def place_of(tile, token_tiles, ROW_TILES: tl.constexpr, GROUP: tl.constexpr):
     """A tile's place among those of tokens and of rows. Neighbours are of GROUP tiles of tokens by a few tiles of rows,
     so that L2 holds what they share."""
     first_of_group = tile // (GROUP * ROW_TILES) * GROUP
@@ -39,25 +39,21 @@ def _finish(
     sums,
     bias,
     out,
-    gain,
-    gained,
-    gained_squares,
     token_start,
-    row_tile,
+    column_start,
     num_tokens,
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
-    HAS_GAIN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GATE_UP: tl.constexpr,
     ADD: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Bias, and SiLU or residual, as `outputs_of`; then the stores. sums: [TOKENS, ROWS] float32, of gate-up first all
+    """Bias, and SiLU or residual, as `outputs_of`; then the store. sums: [TOKENS, ROWS] float32, of gate-up first all
     gate rows."""
     token = token_start + tl.arange(0, TOKENS)
-    column = row_tile * COLUMNS + tl.arange(0, COLUMNS)
+    column = column_start + tl.arange(0, COLUMNS)
     exists = (token < num_tokens)[:, None] & (column < WIDTH)[None, :]
     places = out + token.to(tl.int64)[:, None] * WIDTH + column[None, :]
     if GATE_UP:
@@ -72,14 +68,10 @@ def _finish(
             y += tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
         if ADD:
             y = y.to(DTYPE).to(tl.float32) + tl.load(places, mask=exists, other=0.0).to(tl.float32)
-    y = y.to(out.dtype.element_ty)
-    tl.store(places, y, mask=exists)
-    if HAS_GAIN:
-        column_gain = tl.load(gain + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
-        store_gained(y, column_gain, gained, gained_squares, token, column, row_tile, num_tokens, WIDTH)
+    tl.store(places, y.to(out.dtype.element_ty), mask=exists)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_parts"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def linear_tile_kernel(
     x,  # descriptor of [T, K] in blocks of [TOKENS, BLOCK_K]
     weight,  # descriptor of [HALVES, N / HALVES, K] in blocks of [HALVES, ROWS / HALVES, BLOCK_K]; of gate-up 2, else 1
@@ -89,12 +81,6 @@ def linear_tile_kernel(
     partials,  # [2, programs, TOKENS, ROWS] float32 if SHARED
     arrivals,  # [programs] int32 if SHARED: zero, before and after
     num_tokens,  # T
-    squares,  # [num_parts, T] float32 if PARTS > 0: x is `residual.Gained`
-    num_parts,
-    eps,
-    gain,  # [N] if HAS_GAIN, of the norm of `out`
-    gained,  # [T, N] if HAS_GAIN
-    gained_squares,  # [tiles of rows, T] float32 if HAS_GAIN
     TOKENS: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -105,8 +91,6 @@ def linear_tile_kernel(
     PREFETCH_K: tl.constexpr,
     FINISH_TOKENS: tl.constexpr,  # whose parts are added at a time
     SHARED: tl.constexpr,  # programs share tiles; otherwise there is one for each tile
-    PARTS: tl.constexpr,  # a power of two from num_parts, or 0
-    HAS_GAIN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GATE_UP: tl.constexpr,
     ADD: tl.constexpr,
@@ -138,7 +122,7 @@ def linear_tile_kernel(
         end = (member + 1) * shared_blocks // members
         turns_in_all = turns + 2
     else:
-        token_tile, member = _place_of(program, token_tiles, ROW_TILES, GROUP)
+        token_tile, member = place_of(program, token_tiles, ROW_TILES, GROUP)
         members = ROW_TILES
         turns = 1
         begin = 0
@@ -155,7 +139,6 @@ def linear_tile_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
 
-    x_squares = squares_of(squares, token_start + tl.arange(0, TOKENS), num_parts, num_tokens, PARTS)
     for turn in range(turns_in_all):
         row_tile = turn * members + member
         first = 0
@@ -167,16 +150,16 @@ def linear_tile_kernel(
             first = tl.maximum(begin - shared_tile * BLOCKS, 0)
             last = tl.minimum(end - shared_tile * BLOCKS, BLOCKS)
         if first < last:
+            column_start = row_tile * COLUMNS
             sums = tl.zeros((TOKENS, ROWS), dtype=tl.float32)
             for block in tl.range(first, last, num_stages=STAGES):
                 values = x.load([token_start, block * BLOCK_K])
-                w = weight.load([0, row_tile * COLUMNS, block * BLOCK_K]).reshape(ROWS, BLOCK_K)
+                w = weight.load([0, column_start, block * BLOCK_K]).reshape(ROWS, BLOCK_K)
                 sums = tl.dot(values, w.T, sums, input_precision="ieee")
             if last - first == BLOCKS:
                 _finish(
-                    *(rooted(sums, x_squares, eps, K, PARTS), bias, out, gain, gained, gained_squares),
-                    *(token_start, row_tile, num_tokens),
-                    *(TOKENS, WIDTH, COLUMNS, HAS_GAIN, HAS_BIAS, GATE_UP, ADD, dtype),
+                    *(sums, bias, out, token_start, column_start, num_tokens),
+                    *(TOKENS, WIDTH, COLUMNS, HAS_BIAS, GATE_UP, ADD, dtype),
                 )
             elif SHARED:
                 # The second half is of tiles that a program begins behind another.
@@ -195,8 +178,6 @@ def linear_tile_kernel(
                     # member that began in front of this tile.
                     begun_before = (first_member * shared_blocks // members < start).to(tl.int32)
                     for some in range(0, TOKENS, FINISH_TOKENS):
-                        few_tokens = token_start + some + tl.arange(0, FINISH_TOKENS)
-                        few_squares = squares_of(squares, few_tokens, num_parts, num_tokens, PARTS)
                         few = (some + tl.arange(0, FINISH_TOKENS))[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
                         first_part = (begun_before * members + first_member) * token_tiles + token_tile
                         part = tl.load(partials + first_part * PART + few, cache_modifier=".cg")
@@ -209,7 +190,6 @@ def linear_tile_kernel(
                             part = following
                         whole += part
                         _finish(
-                            *(rooted(whole, few_squares, eps, K, PARTS), bias, out, gain, gained, gained_squares),
-                            *(token_start + some, row_tile, num_tokens),
-                            *(FINISH_TOKENS, WIDTH, COLUMNS, HAS_GAIN, HAS_BIAS, GATE_UP, ADD, dtype),
+                            *(whole, bias, out, token_start + some, column_start, num_tokens),
+                            *(FINISH_TOKENS, WIDTH, COLUMNS, HAS_BIAS, GATE_UP, ADD, dtype),
                         )

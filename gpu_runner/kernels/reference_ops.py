@@ -32,7 +32,8 @@ class ReferenceOps:
 
     def attend(
         self,
-        qkv: Tensor,
+        residual: Residual,
+        linear: NormedLinear,
         kv_layer: Tensor,
         meta: BatchMeta,
         *,
@@ -44,6 +45,7 @@ class ReferenceOps:
         scale: float,
         window: int | None,
     ) -> Tensor:
+        qkv = self.norm_linear(residual, linear)
         if self._rotation is None or self._rotation[0] is not meta:  # the same for all layers of a step
             self._rotation = meta, self._rope_cos_sin(meta.positions, inv_freq)
         q = reference.qk_norm_rope_write(

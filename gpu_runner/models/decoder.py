@@ -69,11 +69,11 @@ class Decoder:
         ops, config, weights = self._ops, self.config, self._weights
         readers = [*self._qkv[1:], None]
         residuals = ops.embed(token_ids, weights.embedding, self._qkv[0], out=residual)
-        for layer, qkv_linear, gate_up, reader, kv_layer, window in zip(
+        for layer, qkv, gate_up, reader, kv_layer, window in zip(
             weights.layers, self._qkv, self._gate_up, readers, kv_cache, config.layer_windows, strict=True
         ):
-            qkv = ops.norm_linear(residuals, qkv_linear)
             heads = ops.attend(
+                residuals,
                 qkv,
                 kv_layer,
                 meta,

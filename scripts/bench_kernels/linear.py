@@ -30,14 +30,14 @@ from typing import Any
 import torch
 from bench_device import BYTES_PER_US, CANNOT_RUN, DEVICE, DTYPE, SMOKE
 from graph_timer import GraphTimer, Run
-from linear_ways import ACROSS_NORM, CUBLAS, Linear, Way, compile_key, short, ways_of
+from linear_ways import ACROSS_NORM, CUBLAS, Linear, Way, chosen_way, compile_key, short, ways_of
 from stand_in_attention import stand_in_attention
 from torch import Tensor
 
 from gpu_runner.kernels import reference
 from gpu_runner.kernels.cuda_ops import CudaOps
 from gpu_runner.kernels.linear import SplitScratch
-from gpu_runner.kernels.linear_config import NUM_PROGRAMS, LinearConfig, choose
+from gpu_runner.kernels.linear_config import NUM_PROGRAMS, LinearConfig
 from gpu_runner.kernels.residual import NormedLinear, Residual
 
 EPS = 1e-6
@@ -89,7 +89,7 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 class Chain:
     """A model's layers and head, and the way in which each linear is to be computed."""
 
-    def __init__(self, model: Model, *, layers: int, head: bool, fold_norms: bool = True) -> None:
+    def __init__(self, model: Model, *, layers: int, head: bool) -> None:
         self.model = model
         self.ways: dict[tuple[int, int], Way] = {}  # by [n, k] of the weight
         self.timer = GraphTimer()
@@ -98,44 +98,36 @@ class Chain:
         self.head = self._weight(model.linear("head")) if head else None
         self.names = (*LAYER, "head") if head else LAYER
         scratch = SplitScratch.allocate(max_values=SCRATCH_VALUES, max_tiles=SCRATCH_TILES, device=DEVICE)
-        self.ops = CudaOps(scratch=scratch, choose=self._choose, fold_norms=fold_norms)
+        self.ops = CudaOps(scratch=scratch, choose=self._choose)
 
     def set(self, linear: Linear, way: Way) -> None:
         self.ways[linear.n, linear.k] = way
 
     def choose_all(self, tokens: int) -> dict[str, Way]:
-        """Set what the table names for the linears, and return it."""
-        ways: dict[str, Way] = {}
-        for name in self.names:
-            linear = self.model.linear(name)
-            ways[name] = choose(tokens, linear.n, linear.k) or CUBLAS
-            self.set(linear, ways[name])
-        return ways
+        """Set what the table names, and return it."""
+        chosen = {name: chosen_way(self.model.linear(name), tokens) for name in self.names}
+        for name, way in chosen.items():
+            self.set(self.model.linear(name), way)
+        return chosen
 
-    def apply(self, name: str, layer: int, values: dict[str, Tensor], residual: Residual) -> None:
-        """One linear as the decoder calls it; the first layer comes behind the last. values: the tensors between the
-        linears."""
-        ops, weight = self.ops, self.layers[layer][name]
+    def apply(self, name: str, weights: dict[str, Tensor], values: dict[str, Tensor], residual: Residual) -> None:
+        """One linear as the decoder calls it. values: the tensors between the linears."""
+        ops = self.ops
         if name == "qkv":
-            values["qkv"] = ops.norm_linear(residual, self._normed(name, layer))
+            values["qkv"] = ops.norm_linear(residual, self._normed(weights[name]))
         elif name == "gate_up":
-            values["inner"] = ops.norm_gate_up(residual, self._normed(name, layer))
-        elif name == "o":
-            ops.linear_add(values["heads"], weight, None, residual, self._normed("gate_up", layer))
+            values["inner"] = ops.norm_gate_up(residual, self._normed(weights[name]))
         else:
-            ops.linear_add(values["inner"], weight, None, residual, self._normed("qkv", self._behind(layer)))
+            x, reader = values["heads" if name == "o" else "inner"], self._normed(weights[ACROSS_NORM[name]])
+            ops.linear_add(x, weights[name], None, residual, reader)
 
-    def apply_both(self, name: str, values: dict[str, Tensor], residual: Residual) -> None:
-        """A linear with that on the other side of the norm, in their order."""
-        writer = name if name in ("o", "down") else ACROSS_NORM[name]
-        self.apply(writer, 0, values, residual)
-        self.apply(ACROSS_NORM[writer], 0 if writer == "o" else self._behind(0), values, residual)
+    def apply_across_norm(self, name: str, values: dict[str, Tensor], residual: Residual) -> None:
+        """A linear and that on the other side of its norm, in the decoder's order."""
+        for each in ("o", "gate_up") if name in ("o", "gate_up") else ("down", "qkv"):
+            self.apply(each, self.layers[0], values, residual)
 
-    def _behind(self, layer: int) -> int:
-        return (layer + 1) % len(self.layers)
-
-    def _normed(self, name: str, layer: int) -> NormedLinear:
-        return NormedLinear(self.norm, EPS, self.layers[layer][name], None)
+    def _normed(self, weight: Tensor) -> NormedLinear:
+        return NormedLinear(self.norm, EPS, weight, None)
 
     def values(self, tokens: int) -> dict[str, Tensor]:
         model = self.model
@@ -143,17 +135,16 @@ class Chain:
         return {name: random_normal(tokens, width) for name, width in columns.items()}
 
     def capture(self, given: dict[str, Tensor]) -> Run:
-        """All layers as they are set, on `values` that must outlive it; from the first one's attention on, so that each
-        norm stands between two linears."""
+        """All layers as they are set, on `values` that must outlive it; each has its qkv at the end, so that all norms
+        stand between linears."""
         values = dict(given)
 
         def run() -> None:
             residual = Residual(values["residual"])
-            for layer in range(len(self.layers)):
+            for weights in self.layers:
                 stand_in_attention(values["qkv"], values["heads"])
-                for name in ("o", "gate_up", "down"):
-                    self.apply(name, layer, values, residual)
-                self.apply("qkv", self._behind(layer), values, residual)
+                for name in ("o", "gate_up", "down", "qkv"):
+                    self.apply(name, weights, values, residual)
 
         return self.timer.capture(run)
 
@@ -181,41 +172,36 @@ class Chain:
             except CANNOT_RUN as problem:
                 print(f"T={tokens} {linear.name} {short(way)}: {str(problem)[:200]}", flush=True)
                 continue
-            expected = self._expected(linear.name, given, results)
-            worst = max(
-                float((result.float() - wide).norm() / wide.norm())
-                for result, wide in zip(results, expected, strict=True)
-            )
-            repeats = all(map(torch.equal, results, again))
-            errors[way] = worst if repeats else float("inf")
+            pairs = zip(results, self._expected(linear.name, given, results), strict=True)
+            error = max(float((result.float() - wide).norm() / wide.norm()) for result, wide in pairs)
+            errors[way] = error if all(map(torch.equal, results, again)) else float("inf")
         return errors
 
     def _once(self, name: str, given: dict[str, Tensor]) -> list[Tensor]:
-        """The logits; or the residual that the norm takes, and what the linear behind it makes of that."""
+        """The logits; or the residual in front of the linear's norm, and what the product behind it makes of that."""
         if name == "head":
             return [self.logits(given["residual"])]
         values, residual = dict(given), Residual(given["residual"].clone())
-        self.apply_both(name, values, residual)
+        self.apply_across_norm(name, values, residual)
         return [residual.values, values["inner" if name in ("o", "gate_up") else "qkv"]]
 
     def _expected(self, name: str, given: dict[str, Tensor], results: list[Tensor]) -> list[Tensor]:
         """Of `_once`, in float32; what is behind the norm, of the residual that it had."""
+        weights = self.layers[0] if self.head is None else {**self.layers[0], "head": self.head}
 
-        def product(x: Tensor, weight: Tensor) -> Tensor:
-            return x.float() @ weight.float().t()
+        def product(x: Tensor, name: str) -> Tensor:
+            return x.float() @ weights[name].float().t()
 
         def normed(x: Tensor) -> Tensor:
             return reference.rms_norm(x.float(), self.norm.float(), EPS)
 
+        residual = given["residual"].float()
         if name == "head":
-            assert self.head is not None
-            return [product(normed(given["residual"]), self.head)]
-        weights, residual = self.layers[0], given["residual"].float()
+            return [product(normed(residual), "head")]
         if name in ("o", "gate_up"):
-            inner = reference.silu_mul(product(normed(results[0]), weights["gate_up"]))
-            return [residual + product(given["heads"], weights["o"]), inner]
-        qkv = product(normed(results[0]), self.layers[self._behind(0)]["qkv"])
-        return [residual + product(given["inner"], weights["down"]), qkv]
+            inner = reference.silu_mul(product(normed(results[0]), "gate_up"))
+            return [residual + product(given["heads"], "o"), inner]
+        return [residual + product(given["inner"], "down"), product(normed(results[0]), "qkv")]
 
     def _choose(self, x: Tensor, weight: Tensor) -> LinearConfig | None:
         way = self.ways.get((weight.shape[0], weight.shape[1]), CUBLAS)
@@ -341,9 +327,9 @@ def compile_part(names: list[str], token_counts: list[int], part: int, parts: in
     keyed: dict[Any, tuple[str, Linear, int, Way]] = {}
     for model, tokens, name in product(names, token_counts, (*LAYER, "head") if head else LAYER):
         linear = MODELS[model].linear(name)
+        across = chosen_way(MODELS[model].linear(ACROSS_NORM.get(name, name)), tokens)
         for way in _ways(linear, tokens):
             if not isinstance(way, str):
-                across = MODELS[model].linear(ACROSS_NORM[name]) if name in ACROSS_NORM else None
                 keyed.setdefault(compile_key(linear, tokens, way, across), (model, linear, tokens, way))
     mine = list(keyed.values())[part::parts]
     for model in names:
@@ -356,7 +342,7 @@ def compile_part(names: list[str], token_counts: list[int], part: int, parts: in
                 if linear.name == "head":
                     chain.logits(values["residual"])
                 else:
-                    chain.apply_both(linear.name, values, Residual(values["residual"]))
+                    chain.apply_across_norm(linear.name, values, Residual(values["residual"]))
             except CANNOT_RUN:
                 continue  # reported where it would be timed
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from gpu_runner.kernels.linear import MIN_DOT_TOKENS, room_for_parts, row_tiles
+from gpu_runner.kernels.linear import MIN_DOT_TOKENS
 from gpu_runner.kernels.linear_config import (
     MIN_HEAD_ROWS,
     NUM_PROGRAMS,
@@ -26,7 +26,7 @@ MAX_SHARED_BYTES = 227 << 10
 MAX_SPLIT = 8
 PREFILL_TOKENS = 2048
 ACROSS_NORM = {"qkv": "down", "o": "gate_up", "gate_up": "o", "down": "qkv"}
-"""Of a linear, that on the other side of its norm."""
+"""Of a layer's linear, that on the other side of its norm."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,13 @@ class Linear:
         return self.n >= MIN_HEAD_ROWS
 
 
+def chosen_way(linear: Linear, tokens: int) -> Way:
+    return choose(tokens, linear.n, linear.k) or CUBLAS
+
+
 def ways_of(linear: Linear, tokens: int) -> list[Way]:
     """What `choose` names first."""
-    ways: list[Way] = [choose(tokens, linear.n, linear.k) or CUBLAS, CUBLAS]
+    ways: list[Way] = [chosen_way(linear, tokens), CUBLAS]
     if tokens <= 4:
         ways += _fma_ways(linear)
     if 4 <= tokens <= 64:
@@ -134,18 +138,15 @@ def _prefill_ways() -> list[TileConfig]:
     ]
 
 
-def compile_key(linear: Linear, tokens: int, way: LinearConfig, across: Linear | None) -> Any:
-    """Equal for what is one compiled kernel. across: the linear on the other side of the norm, as `choose` names it."""
+def compile_key(linear: Linear, tokens: int, way: LinearConfig, across: Way) -> Any:
+    """Equal for what is one compiled kernel. across: the way of the linear on the other side of the norm."""
     op = linear.name if linear.normed or linear.is_head else "add"
     if isinstance(way, FmaConfig):
         return op, linear.n, linear.k, way, tokens
-    other = across and choose(tokens, across.n, across.k)
-    parts = None
-    if isinstance(other, DotConfig | TileConfig):
-        parts = room_for_parts(row_tiles(other, linear.k)) if linear.normed else 0
     if isinstance(way, TileConfig):
-        return op, linear.n, linear.k, replace(way, programs=min(way.programs, 1)), parts
-    return op, linear.n, linear.k, way, min(way.tokens, _padded(tokens)), tokens <= way.tokens, parts
+        return op, linear.n, linear.k, replace(way, programs=min(way.programs, 1))
+    folded_rows = across.rows if isinstance(across, DotConfig) else 0
+    return op, linear.n, linear.k, way, min(way.tokens, _padded(tokens)), tokens <= way.tokens, folded_rows
 
 
 def _padded(tokens: int) -> int:

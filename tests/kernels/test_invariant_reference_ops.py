@@ -71,7 +71,9 @@ def test_attention_has_the_same_bits_in_any_chunk_and_as_a_decode_row(
 ) -> None:
     """Keys of earlier chunks are written by them, as in steps; a row's own by the call that reads them."""
     heads, kv_heads, head_dim, length = 6, 2, 24, 70
-    qkv = normal(length, (heads + 2 * kv_heads) * head_dim, dtype=dtype, seed=1)
+    x, norm = normal(length, K, dtype=dtype, seed=1), normal(K, dtype=dtype, seed=4)
+    rows = (heads + 2 * kv_heads) * head_dim
+    weight, bias = normal(rows, K, dtype=dtype, seed=5) / K**0.5, normal(rows, dtype=dtype, seed=6)
     inv_freq = 10_000.0 ** -torch.arange(0, 1, 2 / head_dim)
     norms = [1 + 0.1 * normal(head_dim, dtype=dtype, seed=seed) if normed else None for seed in (2, 3)]
     pages = torch.tensor([[3, 1, 5, 2, 4]], dtype=torch.int32)
@@ -89,7 +91,7 @@ def test_attention_has_the_same_bits_in_any_chunk_and_as_a_decode_row(
             page_table=pages,
         )
         return ops.attend(
-            *(qkv[position], kv_layer, meta),
+            *(Residual(x[position]), NormedLinear(norm, EPS, weight, bias), kv_layer, meta),
             inv_freq=inv_freq,
             num_heads=heads,
             q_norm=norms[0],

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from gpu_runner.kernels.linear_config import choose_heads
+from gpu_runner.schedule.buckets import token_buckets
+
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "vocab_size": 300,
@@ -60,3 +63,11 @@ def test_the_rehearsal_finds_the_kernels_of_every_layer(tmp_path: Path, windows:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | windows | {"intermediate_size": 192}))
     of_all_layers, rehearsed = run_without_gpu(tmp_path, tmp_path / "cache", "--every-layer")
     assert set(of_all_layers) == set(rehearsed)
+
+
+def test_steps_of_many_tokens_have_no_kernel_between_the_product_and_its_heads(tmp_path: Path) -> None:
+    wide = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | wide))
+    names = run_without_gpu(tmp_path, tmp_path / "cache", "--names")
+    of_tokens = [choose_heads(tokens, 4096, 1024, 128) for tokens in token_buckets(512)]
+    assert names.count("linear_heads_kernel") == len(set(of_tokens) - {None}) > 0

@@ -63,12 +63,7 @@ CASES: list[tuple[LinearConfig, int]] = [
     *[(SHARED_TILE_CONFIGS[0], 50), (SHARED_TILE_CONFIGS[1], 40)],
     *[(SHARED_TILE_CONFIGS[2], 33), (SHARED_TILE_CONFIGS[3], 21)],
 ]
-TENSOR_CORE_CASES: list[tuple[DotConfig | TileConfig, int]] = [
-    *[(config, tokens) for config in DOT_CONFIGS for tokens in (1, 17, 40)],
-    *[(config, tokens) for config in (*TILE_CONFIGS, *SHARED_TILE_CONFIGS) for tokens in (3, 33, 70)],
-    # The parts of a shared tile in two steps.
-    (TileConfig(tokens=128, rows=64, block_k=16, stages=2, num_warps=2, group=1, programs=3), 100),
-]
+DOT_CASES = [(config, tokens) for config in DOT_CONFIGS for tokens in (1, 17, 40)]
 N, K = 44, 136  # of gate-up: 22 rows each
 
 
@@ -94,7 +89,7 @@ def poisoned(tokens: int, columns: int, dtype: torch.dtype) -> Tensor:
     return torch.full((tokens, columns), float("nan"), dtype=dtype, device=DEVICE)
 
 
-def poisoned_gained(config: LinearConfig, gain: Tensor, tokens: int) -> Gained:
+def poisoned_gained(config: DotConfig, gain: Tensor, tokens: int) -> Gained:
     n = len(gain)
     squares = poisoned(linear.row_tiles(config, n), tokens, torch.float32)
     return Gained(gain=gain, values=poisoned(tokens, n, gain.dtype), squares=squares)
@@ -134,7 +129,7 @@ def pytest_ids(case: object) -> str:
 
 parametrize_cases = pytest.mark.parametrize(("config", "tokens"), CASES, ids=pytest_ids)
 parametrize_fma_cases = pytest.mark.parametrize(("config", "tokens"), FMA_CASES, ids=pytest_ids)
-parametrize_tensor_core_cases = pytest.mark.parametrize(("config", "tokens"), TENSOR_CORE_CASES, ids=pytest_ids)
+parametrize_dot_cases = pytest.mark.parametrize(("config", "tokens"), DOT_CASES, ids=pytest_ids)
 parametrize_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
@@ -191,10 +186,10 @@ def test_linear_add_adds_to_the_residual_in_place(config: LinearConfig, tokens: 
 
 
 @parametrize_dtypes
-@parametrize_tensor_core_cases
+@parametrize_dot_cases
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_a_sum_is_written_times_the_next_gain_too_with_its_squares(
-    config: DotConfig | TileConfig, tokens: int, with_bias: bool, dtype: torch.dtype
+    config: DotConfig, tokens: int, with_bias: bool, dtype: torch.dtype
 ) -> None:
     given, gain = draw(tokens, dtype, seed=10), draw(1, dtype, seed=11).bias
     bias, plain, residual = given.bias if with_bias else None, given.residual.clone(), given.residual.clone()
@@ -211,10 +206,10 @@ def test_a_sum_is_written_times_the_next_gain_too_with_its_squares(
 
 
 @parametrize_dtypes
-@parametrize_tensor_core_cases
+@parametrize_dot_cases
 @pytest.mark.parametrize("parts", [1, 16, 21])
 def test_a_linear_of_gained_values_equals_norm_then_linear(
-    config: DotConfig | TileConfig, tokens: int, parts: int, dtype: torch.dtype
+    config: DotConfig, tokens: int, parts: int, dtype: torch.dtype
 ) -> None:
     given = draw(tokens, dtype, seed=12)
     gained, out = gained_of(given.x, given.norm, parts=parts), poisoned(tokens, N, dtype)
@@ -231,10 +226,8 @@ def test_a_linear_of_gained_values_equals_norm_then_linear(
 
 
 @parametrize_dtypes
-@parametrize_tensor_core_cases
-def test_gate_up_of_gained_values_equals_norm_then_gate_up(
-    config: DotConfig | TileConfig, tokens: int, dtype: torch.dtype
-) -> None:
+@parametrize_dot_cases
+def test_gate_up_of_gained_values_equals_norm_then_gate_up(config: DotConfig, tokens: int, dtype: torch.dtype) -> None:
     given = draw(tokens, dtype, seed=13)
     gained, out = gained_of(given.x, given.norm, parts=3), poisoned(tokens, N // 2, dtype)
     linear.linear(
@@ -251,8 +244,8 @@ def test_gate_up_of_gained_values_equals_norm_then_gate_up(
     assert_close(out, reference.silu_mul(wide_linear(x, given.weight, given.bias)), dtype)
 
 
-@pytest.mark.parametrize("config", [DOT_CONFIGS[1], *SHARED_TILE_CONFIGS[:2]], ids=pytest_ids)
-def test_what_a_norm_is_folded_into_repeats_exactly(config: DotConfig | TileConfig) -> None:
+@pytest.mark.parametrize("config", DOT_CONFIGS[:2], ids=pytest_ids)
+def test_what_a_norm_is_folded_into_repeats_exactly(config: DotConfig) -> None:
     given, scratch = draw(40, DTYPES[0], n=K, seed=14), poisoned_scratch()
     results = []
     for _ in range(2):

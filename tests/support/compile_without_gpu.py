@@ -1,11 +1,13 @@
 """Compiles a tiny model's kernels for a GPU that is not there, and prints as JSON what was done.
 
     python -m support.compile_without_gpu MODEL_FOLDER
+    python -m support.compile_without_gpu MODEL_FOLDER --names
     python -m support.compile_without_gpu MODEL_FOLDER --batch-invariant
     python -m support.compile_without_gpu MODEL_FOLDER --every-layer
 
-With an option nothing is compiled. What is printed is the name of each kernel that a batch-invariant engine would have;
-or of each that an engine would have if it rehearsed every layer of the model, and of each that it has.
+With an option nothing is compiled. What is printed is the name of each kernel that an engine of 64 rows and 512 tokens
+would have, or a batch-invariant one; or of each that an engine would have if it rehearsed every layer of the model, and
+of each that it has.
 
 A process of its own: the tests' one runs Triton's interpreter instead of its compiler.
 """
@@ -89,13 +91,14 @@ def main() -> None:
     config = EngineConfig(
         load_format="dummy", max_num_seqs=1, max_num_batched_tokens=16, kv_cache_tokens=KV_CACHE_TOKENS
     )
-    if options == ["--batch-invariant"]:
-        config = msgspec.structs.replace(config, max_num_seqs=64, max_num_batched_tokens=512, batch_invariant=True)
-        print(json.dumps([kernel.split()[0] for kernel in list_kernels(made_up_build(model, config)._rehearse)]))
-        return
     if options == ["--every-layer"]:
         build = made_up_build(model, config)
         print(json.dumps([list_kernels(lambda: rehearse_every_layer(build)), list_kernels(build._rehearse)]))
+        return
+    if options:
+        invariant = options == ["--batch-invariant"]
+        config = msgspec.structs.replace(config, max_num_seqs=64, max_num_batched_tokens=512, batch_invariant=invariant)
+        print(json.dumps([kernel.split()[0] for kernel in list_kernels(made_up_build(model, config)._rehearse)]))
         return
     build = made_up_build(model, config)
     results, progress = [], []
