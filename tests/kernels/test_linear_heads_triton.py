@@ -231,6 +231,17 @@ def test_choice_is_of_many_tokens_and_one_that_the_kernel_can_run(shape: tuple[i
             assert config.stages * (config.rows + config.tokens) * config.block_k * 2 <= SHARED_BYTES
 
 
+def test_heads_are_in_the_product_at_the_sizes_where_that_is_faster() -> None:
+    sizes = (64, 65, 128, 129, 256, 257, 512, 513, 1023, 1024, 8192)
+
+    def chosen(n: int, k: int) -> list[int]:
+        return [tokens for tokens in sizes if choose_heads(tokens, n, k, 128) is not None]
+
+    assert chosen(4096, 1024) == [129, 256, 257, 512, 513, 1023, 1024, 8192]
+    assert chosen(6144, 4096) == [65, 128, 129, 256, 1024, 8192]
+    assert chosen(960, 576) == chosen(10240, 8192) == []
+
+
 def test_heads_wider_than_a_tile_or_rows_of_uneven_memory_are_left_to_kernels_of_their_own() -> None:
     assert choose_heads(256, 4096, 1024, 128) is not None
     assert choose_heads(256, 4096, 1024, 256) is None
