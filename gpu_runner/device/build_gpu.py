@@ -207,8 +207,12 @@ class GpuBuild:
 
     def _rehearse(self) -> None:
         """Every launch of every graph, over one layer of each kind and as many pages as there may be, all without
-        memory: a kernel depends on the size of the cache by its strides, on its layer by nothing."""
-        windows = tuple(dict.fromkeys(self._model.layer_windows))
+        memory: a kernel depends on the size of the cache by its strides, on its layer by its kind and by whether there
+        are layers before and behind it."""
+        all_windows = self._model.layer_windows
+        windows = tuple(dict.fromkeys(all_windows))
+        if len(windows) == 1:
+            windows = all_windows[:2]
         model = replace(self._model, num_layers=len(windows), layer_windows=windows)
         decoder = sketch_model(model, dtype=self._dtype, ops=self._ops(META))
         tokens = self._config.kv_cache_tokens

@@ -19,8 +19,18 @@ from gpu_runner.kernels import linear, norm_rope
 from gpu_runner.kernels.attention_decode import decode_attention
 from gpu_runner.kernels.attention_fused import MAX_ROWS, can_fuse, fused_decode_attention
 from gpu_runner.kernels.attention_prefill import prefill_attention
-from gpu_runner.kernels.linear_config import FmaConfig, LinearConfig, choose, largest_scratch
+from gpu_runner.kernels.linear_config import (
+    DotConfig,
+    FmaConfig,
+    LinearConfig,
+    TileConfig,
+    choose,
+    choose_heads,
+    largest_scratch,
+)
+from gpu_runner.kernels.linear_heads import qkv_norm_rope_write
 from gpu_runner.kernels.reference import rope_cos_sin
+from gpu_runner.kernels.residual import Gained, NormedLinear, Residual
 from gpu_runner.kernels.step_meta import StepMeta
 from gpu_runner.kernels.work_list import WorkList
 
@@ -29,6 +39,11 @@ def _chosen(x: Tensor, weight: Tensor) -> LinearConfig | None:
     """By shape; but float32 tiles for tensor cores would exceed the shared memory."""
     config = choose(len(x), *weight.shape)
     return config if x.dtype != torch.float32 or isinstance(config, FmaConfig) else None
+
+
+def _chosen_heads(x: Tensor, weight: Tensor, head_dim: int) -> TileConfig | None:
+    n, k = weight.shape
+    return None if x.dtype == torch.float32 else choose_heads(len(x), n, k, head_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,33 +78,49 @@ class CudaOps:
         scratch = linear.SplitScratch.allocate(max_values=values, max_tiles=tiles, device=device)
         return cls(scratch=scratch)
 
-    def embed(self, token_ids: Tensor, embedding: Tensor, *, out: Tensor | None = None) -> Tensor:
-        return norm_rope.embedding(token_ids, embedding, out=out)
+    def embed(
+        self, token_ids: Tensor, embedding: Tensor, reader: NormedLinear, *, out: Tensor | None = None
+    ) -> Residual:
+        values = embedding.new_empty(len(token_ids), embedding.shape[1]) if out is None else out
+        gained = self._gained(values, reader, norm_rope.embedding_parts(embedding.shape[1]))
+        norm_rope.embedding(token_ids, embedding, out=values, gained=gained)
+        return Residual(values, gained)
 
-    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self._norm_linear(x, norm, eps, weight, bias, gate_up=False)
+    def norm_linear(self, residual: Residual, linear: NormedLinear) -> Tensor:
+        return self._norm_linear(residual, linear, gate_up=False)
 
-    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self._norm_linear(x, norm, eps, weight, bias, gate_up=True)
+    def norm_gate_up(self, residual: Residual, linear: NormedLinear) -> Tensor:
+        return self._norm_linear(residual, linear, gate_up=True)
 
-    def _norm_linear(
-        self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, *, gate_up: bool
-    ) -> Tensor:
+    def _norm_linear(self, residual: Residual, normed: NormedLinear, *, gate_up: bool) -> Tensor:
+        x, weight, bias = residual.values, normed.weight, normed.bias
         config = self._choose(x, weight)
         if config is None:
-            product = F.linear(self.rms_norm(x, norm, eps), weight, bias)
+            product = F.linear(self.rms_norm(x, normed.gain, normed.eps), weight, bias)
             return norm_rope.silu_mul(product) if gate_up else product
         out = x.new_empty(len(x), len(weight) // 2 if gate_up else len(weight))
         options: dict[str, Any] = {"out": out, "config": config, "bias": bias, "gate_up": gate_up}
+        gained = residual.gained
         if isinstance(config, FmaConfig):
-            linear.linear(x, weight, norm=norm, eps=eps, **options)
+            linear.linear(x, weight, norm=normed.gain, eps=normed.eps, **options)
+        elif gained is None:
+            linear.linear(self.rms_norm(x, normed.gain, normed.eps), weight, scratch=self._scratch, **options)
         else:
-            linear.linear(self.rms_norm(x, norm, eps), weight, scratch=self._scratch, **options)
+            options |= {"squares": gained.squares, "eps": normed.eps}
+            linear.linear(gained.values, weight, scratch=self._scratch, **options)
         return out
+
+    def _gained(self, values: Tensor, reader: NormedLinear | None, parts: int) -> Gained | None:
+        """What a kernel that writes residuals `values` is to write too, in so many parts; None where their reader does
+        without."""
+        if reader is None or not isinstance(self._choose(values, reader.weight), DotConfig):
+            return None
+        return Gained.allocate(values, reader.gain, parts=parts)
 
     def attend(
         self,
-        qkv: Tensor,
+        residual: Residual,
+        linear: NormedLinear,
         kv_layer: Tensor,
         meta: CudaMeta,
         *,
@@ -102,7 +133,8 @@ class CudaOps:
         window: int | None,
     ) -> Tensor:
         """With a list of all rows, what it returns of padding means nothing: it is not written."""
-        tokens = len(qkv)
+        x, weight = residual.values, linear.weight
+        tokens = len(x)
         positions, kv_index = meta.step.positions[:tokens], meta.step.kv_index[:tokens]
         work, counts, table = meta.work[window], meta.step.counts, meta.page_table
         norms: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps}
@@ -110,9 +142,9 @@ class CudaOps:
         if not work.all_rows:
             rotation = self._rotations(inv_freq, table.shape[1] * PAGE_SIZE)
             if not meta.prefill and tokens <= MAX_ROWS and can_fuse(num_heads, num_kv_heads, head_dim):
-                out = qkv.new_empty(tokens, num_heads, head_dim)
+                out = x.new_empty(tokens, num_heads, head_dim)
                 fused_decode_attention(
-                    *(qkv, kv_layer, out, work),
+                    *(self.norm_linear(residual, linear), kv_layer, out, work),
                     positions=positions,
                     kv_index=kv_index,
                     counts=counts,
@@ -122,12 +154,20 @@ class CudaOps:
                     **norms,
                 )
                 return out
-        q = norm_rope.qk_norm_rope_write(
-            *(qkv, positions, kv_index, inv_freq, kv_layer),
-            num_heads=num_heads,
-            programs_per_token=1 if work.all_rows else None,
-            **norms,
-        )
+        # With a list of all rows a token's bits must not depend on their number.
+        config = None if work.all_rows else _chosen_heads(x, weight, head_dim)
+        if config is None:
+            q = norm_rope.qk_norm_rope_write(
+                *(self.norm_linear(residual, linear), positions, kv_index, inv_freq, kv_layer),
+                num_heads=num_heads,
+                programs_per_token=1 if work.all_rows else None,
+                **norms,
+            )
+        else:
+            q = x.new_empty(tokens, num_heads, head_dim)
+            normed = self.rms_norm(x, linear.gain, linear.eps)
+            places = (positions, kv_index, inv_freq, kv_layer)
+            qkv_norm_rope_write(normed, weight, *places, out=q, config=config, bias=linear.bias, **norms)
         out = torch.empty_like(q)
         if not work.all_rows:
             decode_attention(q, kv_layer, out, work, counts=counts, page_table=table, scale=scale)
@@ -142,14 +182,20 @@ class CudaOps:
             self._rotation = inv_freq, rope_cos_sin(positions, inv_freq)
         return self._rotation[1]
 
-    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
-        config = self._choose(x, weight)
+    def linear_add(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Residual, reader: NormedLinear | None
+    ) -> None:
+        config, values, gained = self._choose(x, weight), residual.values, None
+        if isinstance(config, DotConfig):
+            gained = self._gained(values, reader, linear.row_tiles(config, len(weight)))
+        residual.gained = gained
         if config is not None:
-            linear.linear(x, weight, out=residual, config=config, bias=bias, scratch=self._scratch, add=True)
+            options: dict[str, Any] = {"config": config, "scratch": self._scratch, "gained": gained}
+            linear.linear(x, weight, out=values, bias=bias, add=True, **options)
         elif bias is None:
-            torch.addmm(residual, x, weight.t(), out=residual)
+            torch.addmm(values, x, weight.t(), out=values)
         else:
-            residual += F.linear(x, weight, bias)
+            values += F.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm_rope.rms_norm(x, weight, eps)

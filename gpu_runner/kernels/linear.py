@@ -3,7 +3,8 @@
 x: [T, K], weight: [N, K], bias: [N], all contiguous and of one type; sums are float32. T, N, K, the configuration and
 all addresses are fixed inside a CUDA graph; padding tokens are computed like others. Outputs are rounded where separate
 kernels would round (the norm before and after its gain, gate, up, silu(gate), a product before the residual is added),
-so that they differ from those of `reference` by the order of sums alone.
+so that they differ from those of `reference` by the order of sums alone; but what `residual.Gained` stands between is
+rounded less often.
 
 A kernel starts while the one before it still runs (PDL): it sends for its weights, waits for that one's end, and only
 then reads x or writes.
@@ -31,9 +32,13 @@ from gpu_runner.kernels.linear_config import (
 from gpu_runner.kernels.linear_dot import linear_dot_kernel
 from gpu_runner.kernels.linear_fma import linear_fma_kernel
 from gpu_runner.kernels.linear_tile import linear_tile_kernel
+from gpu_runner.kernels.residual import Gained
 
 MIN_DOT_TOKENS = 16
 """Tokens that a tensor-core product is padded to."""
+
+MIN_PARTS = 16
+"""Sums of squares of a token that a kernel has room for at least: fewer kernels to compile."""
 
 FINISH_VALUES = 64
 """Of a thread, of the parts of a shared tile that are added at a time."""
@@ -65,15 +70,19 @@ def linear(
     bias: Tensor | None = None,
     scratch: SplitScratch | None = None,
     norm: Tensor | None = None,
+    squares: Tensor | None = None,
     eps: float = 0.0,
     gate_up: bool = False,
     add: bool = False,
+    gained: Gained | None = None,
 ) -> None:
     """out = x @ weight.T + bias. out: [T, N] of x's type, or float32 and then not rounded.
 
     norm: [K], of which x is taken `rms_norm`, with an `FmaConfig` only: each program computes it of all tokens, and
     with more than a few a kernel of its own costs less. gate_up: silu(gate) * up of the product goes to `out`, [T, N /
     2]; weight has N / 2 gate rows, then as many up rows. add: the product is added to `out`, which is not x itself.
+    With a `DotConfig` only, squares: [parts, T], those of the `Gained` whose values are x; and gained: what is written
+    of `out` too, in `row_tiles` parts, unless gate_up.
 
     Raises ValueError for a split configuration without a scratch that holds it.
     """
@@ -93,9 +102,14 @@ def linear(
             *(x, weight, norm, bias, out, eps), T=len(x), DEPTH=config.depth, HAS_NORM=norm is not None, **options
         )
     elif isinstance(config, DotConfig):
-        _launch_dot(x, weight, bias, out, config, scratch, options)
+        _launch_dot(x, weight, bias, out, config, scratch, squares, eps, gained, options)
     else:
         _launch_tile(x, weight, bias, out, config, scratch, options)
+
+
+def row_tiles(config: DotConfig, n: int) -> int:
+    """Into how many tiles n rows of W are cut, each of which writes its part of the squares of a `Gained`."""
+    return triton.cdiv(n, config.rows)
 
 
 def _launch_dot(
@@ -105,20 +119,27 @@ def _launch_dot(
     out: Tensor,
     config: DotConfig,
     scratch: SplitScratch | None,
+    squares: Tensor | None,
+    eps: float,
+    gained: Gained | None,
     options: dict[str, Any],
 ) -> None:
     num_tokens, n = len(x), len(weight)
     tokens = min(config.tokens, max(MIN_DOT_TOKENS, triton.next_power_of_2(num_tokens)))
     token_tiles = triton.cdiv(num_tokens, tokens)
     partials, arrivals = _parts_of(scratch, config, x, weight) if config.split_k > 1 else (None, None)
-    linear_dot_kernel[(triton.cdiv(n, config.rows) * token_tiles, config.split_k)](
-        *(x, weight, bias, out, partials, arrivals, num_tokens),
+    num_parts = 0 if squares is None else len(squares)
+    to_gain = (None, None, None) if gained is None else (gained.gain, gained.values, gained.squares)
+    linear_dot_kernel[(row_tiles(config, n) * token_tiles, config.split_k)](
+        *(x, weight, bias, out, partials, arrivals, num_tokens, squares, num_parts, eps, *to_gain),
         TOKENS=tokens,
         STAGES=config.stages,
         SPLIT_K=config.split_k,
         PREFETCH_K=config.prefetch_k if options["PDL"] else 0,  # there is no wait to prefetch in without
         WEIGHT_FIRST=config.weight_first,
         ONCE=token_tiles == 1,
+        PARTS=0 if squares is None else max(MIN_PARTS, triton.next_power_of_2(num_parts)),
+        HAS_GAIN=gained is not None,
         **options,
     )
 

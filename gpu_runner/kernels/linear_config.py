@@ -100,7 +100,6 @@ CUTS: tuple[tuple[int, int, int, LinearConfig | None], ...] = (
     (32, 1023, ANY, replace(_SMALL, rows=32, num_warps=4)),
     (ANY, 1023, ANY, None),
     # Tensor cores: deeper while each SM has one program, K split where there would be far fewer.
-    (4, 2048, 2048, FmaConfig(rows=2, block_k=1024, depth=2, num_warps=4)),
     (32, 3072, 2048, replace(_DEEP, split_k=8)),
     (16, 1024, MIN_HEAD_ROWS - 1, _DEEP),
     (32, 1024, 4096, _DEEP),
@@ -134,6 +133,26 @@ CUTS: tuple[tuple[int, int, int, LinearConfig | None], ...] = (
     (ANY, ANY, ANY, None),
 )
 
+_HEADS = TileConfig(tokens=64, rows=128, block_k=128, stages=4, num_warps=4, group=16, prefetch_k=256)
+_HEADS_WIDE = TileConfig(tokens=128, rows=128, block_k=64, stages=6, num_warps=8, group=16, prefetch_k=256)
+_HEADS_SHALLOW = replace(_SHALLOW_TILE, num_warps=8)
+_HEADS_LARGE = TileConfig(tokens=128, rows=256, block_k=64, stages=4, num_warps=8, group=16)
+
+# Read as CUTS are, and of the same two models. None: the product and its heads are faster one after the other.
+HEAD_CUTS: tuple[tuple[int, int, int, TileConfig | None], ...] = (
+    (64, ANY, ANY, None),
+    (ANY, 1023, ANY, None),
+    (128, 1024, 4096, None),
+    (256, 1024, 4096, _HEADS),
+    (512, 1024, 4096, _HEADS_WIDE),
+    (ANY, 1024, 4096, _HEADS_SHALLOW),
+    (128, 4096, 6144, _HEADS),
+    (256, 4096, 6144, _HEADS_WIDE),
+    (1023, 4096, 6144, None),
+    (ANY, 4096, 6144, _HEADS_LARGE),
+    (ANY, ANY, ANY, None),
+)
+
 
 def choose(num_tokens: int, n: int, k: int) -> LinearConfig | None:
     """How to compute [num_tokens, k] @ [n, k]^T; n counts gate and up rows. None: with cuBLAS.
@@ -146,6 +165,13 @@ def choose(num_tokens: int, n: int, k: int) -> LinearConfig | None:
     if isinstance(cut, TileConfig):
         return None if 2 * k % ROW_BYTES else cut  # of two bytes each
     return cut and fitted(cut, n, k)
+
+
+def choose_heads(num_tokens: int, n: int, k: int, head_dim: int) -> TileConfig | None:
+    """How to compute [num_tokens, k] @ [n, k]^T, whose rows are heads, by `linear_heads`. None: by `choose`, and what
+    follows by kernels of its own."""
+    cut = next(cut for tokens, max_k, max_n, cut in HEAD_CUTS if num_tokens <= tokens and k <= max_k and n <= max_n)
+    return None if cut is None or 2 * k % ROW_BYTES or cut.rows % head_dim else cut
 
 
 def choose_invariant(n: int, k: int, element_bytes: int) -> TileConfig:

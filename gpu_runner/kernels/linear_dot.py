@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gpu_runner.kernels.linear_parts import bias_of, output_places, outputs_of, prefetch_to_l2, weight_rows
+from gpu_runner.kernels.linear_parts import output_places, outputs_of, prefetch_to_l2, row_values, weight_rows
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def _add_product(values, w, sums, WEIGHT_FIRST: tl.constexpr):
         return tl.dot(values, tl.trans(w), sums, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_parts"])
 def linear_dot_kernel(
     x,  # [T, K]
     weight,  # [N, K]
@@ -41,6 +41,12 @@ def linear_dot_kernel(
     partials,  # [SPLIT_K, T, N] float32 if SPLIT_K > 1
     arrivals,  # [tiles] int32 if SPLIT_K > 1: zero, before and after
     num_tokens,  # T
+    squares,  # [num_parts, T] float32 if PARTS > 0: x is `residual.Gained`
+    num_parts,
+    eps,
+    gain,  # [N] if HAS_GAIN, of the norm of `out`
+    gained,  # [T, N] if HAS_GAIN
+    gained_squares,  # [tiles of rows, T] float32 if HAS_GAIN
     TOKENS: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -51,6 +57,8 @@ def linear_dot_kernel(
     PREFETCH_K: tl.constexpr,
     WEIGHT_FIRST: tl.constexpr,
     ONCE: tl.constexpr,  # T is at most TOKENS: no other program reads the same weights
+    PARTS: tl.constexpr,  # a power of two from num_parts, or 0
+    HAS_GAIN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GATE_UP: tl.constexpr,
     ADD: tl.constexpr,
@@ -77,7 +85,8 @@ def linear_dot_kernel(
     lane = tl.arange(0, BLOCK_K)
     if PREFETCH_K > 0:
         prefetch_to_l2(row_start, start, K, PREFETCH_K)
-    row_bias = bias_of(bias, tile, N, ROWS, GATE_UP, HAS_BIAS)
+    row_bias = row_values(bias, tile, N, ROWS, GATE_UP, HAS_BIAS)
+    row_gain = row_values(gain, tile, N, ROWS, GATE_UP, HAS_GAIN)
     token = (tl.program_id(0) % token_tiles) * TOKENS + tl.arange(0, TOKENS)
     places, mask = output_places(out, token, tile, num_tokens, N, ROWS, GATE_UP)
     if PDL:
@@ -87,6 +96,11 @@ def linear_dot_kernel(
     if ADD:
         # Asked for now, so that it is there when the sums are. Its writer is the tile's last program to arrive.
         residual = tl.load(places, mask=mask, other=0.0)
+    if PARTS > 0:
+        # Asked for in front of the loop over K and used behind it, they take no time.
+        source = tl.arange(0, PARTS)[:, None]
+        square_mask = (source < num_parts) & (token < num_tokens)[None, :]
+        x_squares = tl.load(squares + source * num_tokens + token[None, :], mask=square_mask, other=0.0)
     if WEIGHT_FIRST:
         sums = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
     else:
@@ -115,5 +129,12 @@ def linear_dot_kernel(
                     partials + other * (num_tokens * N) + partial, mask=partial_mask, other=0.0, cache_modifier=".cg"
                 )
             tl.store(arrivals + tl.program_id(0), 0)
-        y = outputs_of(sums + row_bias, residual, x.dtype.element_ty, GATE_UP, ADD)
-        tl.store(places, y.to(out.dtype.element_ty), mask=mask)
+        if PARTS > 0:
+            sums *= tl.rsqrt(tl.sum(x_squares, axis=0) / K + eps)[:, None]
+        y = outputs_of(sums + row_bias, residual, x.dtype.element_ty, GATE_UP, ADD).to(out.dtype.element_ty)
+        tl.store(places, y, mask=mask)
+        if HAS_GAIN:
+            wide = tl.where(mask, y.to(tl.float32), 0.0)
+            gained_places, _ = output_places(gained, token, tile, num_tokens, N, ROWS, GATE_UP)
+            tl.store(gained_places, (wide * row_gain).to(gained.dtype.element_ty), mask=mask)
+            tl.store(gained_squares + tile * num_tokens + token, tl.sum(wide * wide, axis=1), mask=token < num_tokens)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gpu_runner.kernels.linear_parts import bias_of, normed, output_places, outputs_of, weight_rows
+from gpu_runner.kernels.linear_parts import normed, output_places, outputs_of, row_values, weight_rows
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def linear_fma_kernel(
     if HAS_NORM:
         for c in tl.static_range(CHUNKS):
             gains = gains + (_line_chunk(gain, c * BLOCK_K + k, K, EVEN_K),)
-    row_bias = bias_of(bias, tile, N, ROWS, GATE_UP, HAS_BIAS)
+    row_bias = row_values(bias, tile, N, ROWS, GATE_UP, HAS_BIAS)
     if PDL:
         tl.extra.cuda.gdc_wait()
 

@@ -39,11 +39,11 @@ def output_places(out, token, tile, num_tokens, N: tl.constexpr, ROWS: tl.conste
 
 
 @triton.jit
-def bias_of(bias, tile, N: tl.constexpr, ROWS: tl.constexpr, GATE_UP: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """[1, ROWS] float32."""
-    if HAS_BIAS:
+def row_values(line, tile, N: tl.constexpr, ROWS: tl.constexpr, GATE_UP: tl.constexpr, EXISTS: tl.constexpr):
+    """[1, ROWS] float32: of a bias or gain, `line`, [N], what belongs to the tile's rows; zeros where there is none."""
+    if EXISTS:
         row, exists = weight_rows(tile, N, ROWS, GATE_UP)
-        return tl.load(bias + row, mask=exists, other=0.0).to(tl.float32)[None, :]
+        return tl.load(line + row, mask=exists, other=0.0).to(tl.float32)[None, :]
     else:
         return tl.zeros((1, ROWS), dtype=tl.float32)
 

@@ -25,7 +25,7 @@ def _member_of(block, members, blocks):
 
 
 @triton.jit
-def _place_of(tile, token_tiles, ROW_TILES: tl.constexpr, GROUP: tl.constexpr):
+def place_of(tile, token_tiles, ROW_TILES: tl.constexpr, GROUP: tl.constexpr):
     """A tile's place among those of tokens and of rows. Neighbours are of GROUP tiles of tokens by a few tiles of rows,
     so that L2 holds what they share."""
     first_of_group = tile // (GROUP * ROW_TILES) * GROUP
@@ -122,7 +122,7 @@ def linear_tile_kernel(
         end = (member + 1) * shared_blocks // members
         turns_in_all = turns + 2
     else:
-        token_tile, member = _place_of(program, token_tiles, ROW_TILES, GROUP)
+        token_tile, member = place_of(program, token_tiles, ROW_TILES, GROUP)
         members = ROW_TILES
         turns = 1
         begin = 0

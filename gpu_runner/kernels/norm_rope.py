@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu_runner.kernels.launch import launch_options
+from gpu_runner.kernels.residual import Gained
 
 VALUES_PER_THREAD = 8
 MAX_NORM_WARPS = 16
@@ -115,19 +116,30 @@ def silu_mul(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
     return out
 
 
-def embedding(token_ids: Tensor, table: Tensor, *, out: Tensor | None = None) -> Tensor:
+def embedding(token_ids: Tensor, table: Tensor, *, out: Tensor | None = None, gained: Gained | None = None) -> Tensor:
     """The table's rows of these tokens. token_ids: [T] int32, each below the vocabulary's size; table: [vocab, hidden].
 
-    Returns `out`, [T, hidden], new unless given.
+    gained: is written too, of `embedding_parts` parts. Returns `out`, [T, hidden], new unless given.
     """
     _, hidden = _rows(table)
     rows = len(token_ids)
     out = table.new_empty(rows, hidden) if out is None else out
-    blocks = triton.cdiv(hidden, ROW_BLOCK)
+    blocks = embedding_parts(hidden)
+    to_gain = (None, None, None) if gained is None else (gained.gain, gained.values, gained.squares)
     _embedding_kernel[(rows * blocks,)](
-        token_ids, table, out, HIDDEN=hidden, BLOCK=ROW_BLOCK, BLOCKS=blocks, **launch_options(table, 4)
+        *(token_ids, table, out, *to_gain, rows),
+        HIDDEN=hidden,
+        BLOCK=ROW_BLOCK,
+        BLOCKS=blocks,
+        HAS_GAIN=gained is not None,
+        **launch_options(table, 4),
     )
     return out
+
+
+def embedding_parts(hidden: int) -> int:
+    """Of the sum of squares of a row of the table, as `embedding` computes it."""
+    return triton.cdiv(hidden, ROW_BLOCK)
 
 
 def _rows(x: Tensor) -> tuple[int, int]:
@@ -252,9 +264,20 @@ def _silu_mul_kernel(gate_up, out, INNER: tl.constexpr, BLOCK: tl.constexpr, BLO
     tl.store(out + row * INNER + column, (activated * up).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _embedding_kernel(
-    token_ids, table, out, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr
+    token_ids,
+    table,
+    out,
+    gain,  # [HIDDEN] if HAS_GAIN, as what follows
+    gained,  # [T, HIDDEN]
+    squares,  # [BLOCKS, T] float32
+    num_rows,  # T
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    HAS_GAIN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     column = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
@@ -263,4 +286,10 @@ def _embedding_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.load(token_ids + row).to(tl.int64)
-    tl.store(out + row * HIDDEN + column, tl.load(table + token * HIDDEN + column, mask=inside), mask=inside)
+    values = tl.load(table + token * HIDDEN + column, mask=inside, other=0.0)
+    tl.store(out + row * HIDDEN + column, values, mask=inside)
+    if HAS_GAIN:
+        wide = values.to(tl.float32)
+        scale = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(gained + row * HIDDEN + column, (wide * scale).to(gained.dtype.element_ty), mask=inside)
+        tl.store(squares + (tl.program_id(0) % BLOCKS) * num_rows + row, tl.sum(wide * wide, axis=0))

@@ -1,11 +1,13 @@
 """What a decoder layer is made of, cut where kernels can be fused; two implementations per kind of device, of which one
 gives a token the same bits in any batch.
 
-    qkv       = norm_linear(residual)          RMSNorm prologue
-    attention = attend(qkv)                    query/key norm, rotary embedding, keys and values into their pages
+    attention = attend(residual)               norm, qkv product, query/key norm, rotary embedding, keys and values into
+                                               their pages
     residual += linear(attention)              linear_add
-    h         = norm_gate_up(residual)         RMSNorm prologue, SiLU and product epilogue
+    h         = norm_gate_up(residual)         norm, product; SiLU and product epilogue
     residual += linear(h)                      linear_add
+
+What writes the residual is told which `NormedLinear` reads it next, so that a norm needs no kernel: see `residual`.
 
 The KV cache is one tensor `[num_layers, 2, num_pages, num_kv_heads, page_size, head_dim]`, index 0 of the second
 dimension holding keys and 1 values; a `kv_layer` is one layer of it. Page 0 is the dummy: writes that must not land
@@ -20,6 +22,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+from gpu_runner.kernels.residual import NormedLinear, Residual
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +49,16 @@ class ModelOps(Protocol):
     `meta` is what the implementation's own step prepared: see `BatchMeta` for the reference.
     """
 
-    def embed(self, token_ids: Tensor, embedding: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """[T, hidden]: the first residual, `out` or else a tensor of its own."""
-        ...
-
-    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """linear(rms_norm(x)). x: [T, in]. Returns [T, out]."""
+    def embed(
+        self, token_ids: Tensor, embedding: Tensor, reader: NormedLinear, *, out: Tensor | None = None
+    ) -> Residual:
+        """The first residual, in `out`, [T, hidden], or else a tensor of its own. reader: what it is for next."""
         ...
 
     def attend(
         self,
-        qkv: Tensor,
+        residual: Residual,
+        linear: NormedLinear,
         kv_layer: Tensor,
         meta: Any,
         *,
@@ -67,22 +70,25 @@ class ModelOps(Protocol):
         scale: float,
         window: int | None,
     ) -> Tensor:
-        """Norm each query and key head (where a weight is given), rotate both, write keys and values into their pages;
-        causal attention of each row's tokens over the row's pages, those tokens' included.
+        """Of linear(rms_norm(residual)) norm each query and key head (where a weight is given), rotate both, write keys
+        and values into their pages; causal attention of each row's tokens over the row's pages, those tokens' included.
 
-        qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim], heads of q, then k, then v; query head h reads KV head
+        linear: (num_heads + 2 * num_kv_heads) * head_dim rows, heads of q, then k, then v; query head h reads KV head
         h // (num_heads / num_kv_heads). inv_freq: [head_dim / 2] float32, radians per position, the same tensor for all
-        layers and steps; a head's first half is rotated against its second half. q_norm, k_norm: [head_dim]. window: a
-        token sees only the last `window` positions, its own included; None = all. Returns [T, num_heads, head_dim].
+        layers and steps; a head's first half is rotated against its second half. q_norm, k_norm: [head_dim], with eps.
+        window: a token sees only the last `window` positions, its own included; None = all. Returns [T, num_heads,
+        head_dim].
         """
         ...
 
-    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
-        """residual += linear(x). x: [T, in], residual: [T, out]."""
+    def linear_add(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Residual, reader: NormedLinear | None
+    ) -> None:
+        """residual += linear(x). x: [T, in]. reader: what the sum is for next; None behind the last layer."""
         ...
 
-    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """silu(gate) * up of linear(rms_norm(x)); weight: gate rows, then up rows. Returns [T, out / 2]."""
+    def norm_gate_up(self, residual: Residual, linear: NormedLinear) -> Tensor:
+        """silu(gate) * up of linear(rms_norm(residual)); weight: gate rows, then up rows. Returns [T, out / 2]."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gpu_runner.kernels import reference
 from gpu_runner.kernels.ops import BatchMeta
+from gpu_runner.kernels.residual import NormedLinear, Residual
 
 
 class ReferenceOps:
@@ -20,16 +21,19 @@ class ReferenceOps:
     def __init__(self) -> None:
         self._rotation: tuple[BatchMeta, Tensor] | None = None
 
-    def embed(self, token_ids: Tensor, embedding: Tensor, *, out: Tensor | None = None) -> Tensor:
-        residual = F.embedding(token_ids, embedding)
-        return residual if out is None else out.copy_(residual)
+    def embed(
+        self, token_ids: Tensor, embedding: Tensor, reader: NormedLinear, *, out: Tensor | None = None
+    ) -> Residual:
+        values = F.embedding(token_ids, embedding)
+        return Residual(values if out is None else out.copy_(values))
 
-    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self._linear(self.rms_norm(x, norm, eps), weight, bias)
+    def norm_linear(self, residual: Residual, linear: NormedLinear) -> Tensor:
+        return self._linear(self.rms_norm(residual.values, linear.gain, linear.eps), linear.weight, linear.bias)
 
     def attend(
         self,
-        qkv: Tensor,
+        residual: Residual,
+        linear: NormedLinear,
         kv_layer: Tensor,
         meta: BatchMeta,
         *,
@@ -41,6 +45,7 @@ class ReferenceOps:
         scale: float,
         window: int | None,
     ) -> Tensor:
+        qkv = self.norm_linear(residual, linear)
         if self._rotation is None or self._rotation[0] is not meta:  # the same for all layers of a step
             self._rotation = meta, self._rope_cos_sin(meta.positions, inv_freq)
         q = reference.qk_norm_rope_write(
@@ -53,11 +58,13 @@ class ReferenceOps:
         )
         return self._paged_attention(q, kv_layer, meta, scale=scale, window=window)
 
-    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
-        residual += self._linear(x, weight, bias)
+    def linear_add(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Residual, reader: NormedLinear | None
+    ) -> None:
+        residual.values += self._linear(x, weight, bias)
 
-    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self._silu_mul(self.norm_linear(x, norm, eps, weight, bias))
+    def norm_gate_up(self, residual: Residual, linear: NormedLinear) -> Tensor:
+        return self._silu_mul(self.norm_linear(residual, linear))
 
     def logits(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
         return self._linear(hidden, lm_head, None).float()

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from gpu_runner.kernels.ops import ModelOps
+from gpu_runner.kernels.residual import NormedLinear
 from gpu_runner.models.config import ModelConfig
 
 
@@ -46,6 +47,11 @@ class Decoder:
         self.config = config
         self._ops = ops
         self._weights = weights
+        eps = config.rms_norm_eps
+        self._qkv = [NormedLinear(layer.input_norm, eps, layer.qkv, layer.qkv_bias) for layer in weights.layers]
+        self._gate_up = [
+            NormedLinear(layer.post_attention_norm, eps, layer.gate_up, layer.gate_up_bias) for layer in weights.layers
+        ]
         self._inv_freq = config.rope.inv_freq(config.head_dim).to(weights.embedding.device)
         self._scale = config.head_dim**-0.5
 
@@ -61,11 +67,13 @@ class Decoder:
         tensor of its own. Returns the last residual, for `logits`.
         """
         ops, config, weights = self._ops, self.config, self._weights
-        eps = config.rms_norm_eps
-        residual = ops.embed(token_ids, weights.embedding, out=residual)
-        for layer, kv_layer, window in zip(weights.layers, kv_cache, config.layer_windows, strict=True):
-            qkv = ops.norm_linear(residual, layer.input_norm, eps, layer.qkv, layer.qkv_bias)
+        readers = [*self._qkv[1:], None]
+        residuals = ops.embed(token_ids, weights.embedding, self._qkv[0], out=residual)
+        for layer, qkv, gate_up, reader, kv_layer, window in zip(
+            weights.layers, self._qkv, self._gate_up, readers, kv_cache, config.layer_windows, strict=True
+        ):
             heads = ops.attend(
+                residuals,
                 qkv,
                 kv_layer,
                 meta,
@@ -73,14 +81,14 @@ class Decoder:
                 num_heads=config.num_heads,
                 q_norm=layer.q_norm,
                 k_norm=layer.k_norm,
-                eps=eps,
+                eps=config.rms_norm_eps,
                 scale=self._scale,
                 window=window,
             )
-            ops.linear_add(heads.flatten(1), layer.o, layer.o_bias, residual)
-            inner = ops.norm_gate_up(residual, layer.post_attention_norm, eps, layer.gate_up, layer.gate_up_bias)
-            ops.linear_add(inner, layer.down, layer.down_bias, residual)
-        return residual
+            ops.linear_add(heads.flatten(1), layer.o, layer.o_bias, residuals, gate_up)
+            inner = ops.norm_gate_up(residuals, gate_up)
+            ops.linear_add(inner, layer.down, layer.down_bias, residuals, reader)
+        return residuals.values
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head. hidden: [S, hidden] rows of `forward`'s result. Returns [S, vocab] float32."""

@@ -28,6 +28,7 @@ from gpu_runner.kernels.attention_fused import FusedTiling, fused_decode_attenti
 from gpu_runner.kernels.cuda_ops import CudaOps
 from gpu_runner.kernels.norm_rope import qk_norm_rope_write
 from gpu_runner.kernels.reference import rope_cos_sin
+from gpu_runner.kernels.residual import NormedLinear, Residual
 from gpu_runner.kernels.work_list import WorkList, allocate_work_list
 
 LAYERS = 28
@@ -114,9 +115,10 @@ class Layers:
 
     def layer(self, index: int, attend: Callable[[Tensor, Tensor], Tensor]) -> None:
         sets = len(self.qkv_weights)
-        qkv = self.ops.norm_linear(self.residual, self.norm, EPS, self.qkv_weights[index % sets], None)
+        residual = Residual(self.residual)
+        qkv = self.ops.norm_linear(residual, NormedLinear(self.norm, EPS, self.qkv_weights[index % sets], None))
         out = attend(qkv, self.step.kv[index % self.step.layers])
-        self.ops.linear_add(out.flatten(1), self.o_weights[index % sets], None, self.residual)
+        self.ops.linear_add(out.flatten(1), self.o_weights[index % sets], None, residual, None)
 
     def time(self, choice: Choice | None) -> float:
         """us a layer; None: with the linears alone."""

@@ -2,9 +2,10 @@
 
 A layer is norm + qkv, a stand-in for attention (one small kernel with a programmatic launch), o + residual, norm +
 gate/up + SiLU, down + residual, by `CudaOps` itself, so that what one kernel leaves for the next (its tail, the wait,
-the cache) is counted. Linear after linear, the graph with each way of it is timed against the graph of the best so far,
-replay by replay in turns, then again with the best few; a way is taken if it makes the whole layer shorter by more than
-the noise. Each way is first checked against float32. The head is timed alone.
+the cache) is counted, and norms are where it puts them: in their neighbours, or kernels of their own. Linear after
+linear, the graph with each way of it is timed against the graph of the best so far, replay by replay in turns, then
+again with the best few; a way is taken if it makes the whole layer shorter by more than the noise. Each way is first
+checked against float32, with the linear on the other side of the norm. The head is timed alone.
 
 Prints, for each number of tokens, us per layer with what `choose` names (before), with the best (after; both graphs in
 turns again), and the floor: the weights' bytes or the arithmetic, whichever takes longer. Of each linear, us per layer
@@ -29,14 +30,15 @@ from typing import Any
 import torch
 from bench_device import BYTES_PER_US, CANNOT_RUN, DEVICE, DTYPE, SMOKE
 from graph_timer import GraphTimer, Run
-from linear_ways import CUBLAS, Linear, Way, compile_key, short, ways_of
+from linear_ways import ACROSS_NORM, CUBLAS, Linear, Way, chosen_way, compile_key, short, ways_of
 from stand_in_attention import stand_in_attention
 from torch import Tensor
 
 from gpu_runner.kernels import reference
 from gpu_runner.kernels.cuda_ops import CudaOps
 from gpu_runner.kernels.linear import SplitScratch
-from gpu_runner.kernels.linear_config import NUM_PROGRAMS, LinearConfig, choose
+from gpu_runner.kernels.linear_config import NUM_PROGRAMS, LinearConfig
+from gpu_runner.kernels.residual import NormedLinear, Residual
 
 EPS = 1e-6
 MAX_ERROR = 1e-2
@@ -101,15 +103,31 @@ class Chain:
     def set(self, linear: Linear, way: Way) -> None:
         self.ways[linear.n, linear.k] = way
 
-    def apply(self, name: str, weights: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+    def choose_all(self, tokens: int) -> dict[str, Way]:
+        """Set what the table names, and return it."""
+        chosen = {name: chosen_way(self.model.linear(name), tokens) for name in self.names}
+        for name, way in chosen.items():
+            self.set(self.model.linear(name), way)
+        return chosen
+
+    def apply(self, name: str, weights: dict[str, Tensor], values: dict[str, Tensor], residual: Residual) -> None:
         """One linear as the decoder calls it. values: the tensors between the linears."""
-        ops, residual = self.ops, values["residual"]
+        ops = self.ops
         if name == "qkv":
-            values["qkv"] = ops.norm_linear(residual, self.norm, EPS, weights[name], None)
+            values["qkv"] = ops.norm_linear(residual, self._normed(weights[name]))
         elif name == "gate_up":
-            values["inner"] = ops.norm_gate_up(residual, self.norm, EPS, weights[name], None)
+            values["inner"] = ops.norm_gate_up(residual, self._normed(weights[name]))
         else:
-            ops.linear_add(values["heads" if name == "o" else "inner"], weights[name], None, residual)
+            x, reader = values["heads" if name == "o" else "inner"], self._normed(weights[ACROSS_NORM[name]])
+            ops.linear_add(x, weights[name], None, residual, reader)
+
+    def apply_across_norm(self, name: str, values: dict[str, Tensor], residual: Residual) -> None:
+        """A linear and that on the other side of its norm, in the decoder's order."""
+        for each in ("o", "gate_up") if name in ("o", "gate_up") else ("down", "qkv"):
+            self.apply(each, self.layers[0], values, residual)
+
+    def _normed(self, weight: Tensor) -> NormedLinear:
+        return NormedLinear(self.norm, EPS, weight, None)
 
     def values(self, tokens: int) -> dict[str, Tensor]:
         model = self.model
@@ -117,15 +135,16 @@ class Chain:
         return {name: random_normal(tokens, width) for name, width in columns.items()}
 
     def capture(self, given: dict[str, Tensor]) -> Run:
-        """All layers as they are set, on `values` that must outlive it."""
+        """All layers as they are set, on `values` that must outlive it; each has its qkv at the end, so that all norms
+        stand between linears."""
         values = dict(given)
 
         def run() -> None:
+            residual = Residual(values["residual"])
             for weights in self.layers:
-                for name in LAYER:
-                    if name == "o":
-                        stand_in_attention(values["qkv"], values["heads"])
-                    self.apply(name, weights, values)
+                stand_in_attention(values["qkv"], values["heads"])
+                for name in ("o", "gate_up", "down", "qkv"):
+                    self.apply(name, weights, values, residual)
 
         return self.timer.capture(run)
 
@@ -145,34 +164,44 @@ class Chain:
     def errors(self, linear: Linear, tokens: int, ways: Iterable[Way]) -> dict[Way, float]:
         """Relative, of the whole, of the ways that the device can run; infinite for one that does not repeat itself."""
         given = self.values(tokens)
-        weights = self.layers[0] if self.head is None else {**self.layers[0], "head": self.head}
-        expected = self._expected(linear, given, weights[linear.name])
         errors: dict[Way, float] = {}
         for way in ways:
             self.set(linear, way)
             try:
-                results = [self._once(linear.name, weights, given) for _ in range(2)]
+                results, again = (self._once(linear.name, given) for _ in range(2))
             except CANNOT_RUN as problem:
                 print(f"T={tokens} {linear.name} {short(way)}: {str(problem)[:200]}", flush=True)
                 continue
-            error = float((results[0].float() - expected).norm() / expected.norm())
-            errors[way] = error if torch.equal(*results) else float("inf")
+            pairs = zip(results, self._expected(linear.name, given, results), strict=True)
+            error = max(float((result.float() - wide).norm() / wide.norm()) for result, wide in pairs)
+            errors[way] = error if all(map(torch.equal, results, again)) else float("inf")
         return errors
 
-    def _once(self, name: str, weights: dict[str, Tensor], given: dict[str, Tensor]) -> Tensor:
-        values = {key: value.clone() for key, value in given.items()}
+    def _once(self, name: str, given: dict[str, Tensor]) -> list[Tensor]:
+        """The logits; or the residual in front of the linear's norm, and what the product behind it makes of that."""
         if name == "head":
-            return self.logits(values["residual"])
-        self.apply(name, weights, values)
-        return values[{"qkv": "qkv", "gate_up": "inner"}.get(name, "residual")]
+            return [self.logits(given["residual"])]
+        values, residual = dict(given), Residual(given["residual"].clone())
+        self.apply_across_norm(name, values, residual)
+        return [residual.values, values["inner" if name in ("o", "gate_up") else "qkv"]]
 
-    def _expected(self, linear: Linear, given: dict[str, Tensor], weight: Tensor) -> Tensor:
+    def _expected(self, name: str, given: dict[str, Tensor], results: list[Tensor]) -> list[Tensor]:
+        """Of `_once`, in float32; what is behind the norm, of the residual that it had."""
+        weights = self.layers[0] if self.head is None else {**self.layers[0], "head": self.head}
+
+        def product(x: Tensor, name: str) -> Tensor:
+            return x.float() @ weights[name].float().t()
+
+        def normed(x: Tensor) -> Tensor:
+            return reference.rms_norm(x.float(), self.norm.float(), EPS)
+
         residual = given["residual"].float()
-        if linear.name in ("o", "down"):
-            return residual + given["heads" if linear.name == "o" else "inner"].float() @ weight.float().t()
-        normed = reference.rms_norm(residual, self.norm.float(), EPS)
-        product = normed @ weight.float().t()
-        return reference.silu_mul(product) if linear.name == "gate_up" else product
+        if name == "head":
+            return [product(normed(residual), "head")]
+        if name in ("o", "gate_up"):
+            inner = reference.silu_mul(product(normed(results[0]), "gate_up"))
+            return [residual + product(given["heads"], "o"), inner]
+        return [residual + product(given["inner"], "down"), product(normed(results[0]), "qkv")]
 
     def _choose(self, x: Tensor, weight: Tensor) -> LinearConfig | None:
         way = self.ways.get((weight.shape[0], weight.shape[1]), CUBLAS)
@@ -203,12 +232,11 @@ class Tuned:
 
 
 def tune(chain: Chain, tokens: int) -> Tuned:
-    before: dict[str, Way] = {}
+    before = chain.choose_all(tokens)
     right: dict[str, list[Way]] = {}
     worst_error = 0.0
     for name in chain.names:
         linear = chain.model.linear(name)
-        before[name] = choose(tokens, linear.n, linear.k) or CUBLAS
         errors = chain.errors(linear, tokens, _ways(linear, tokens))
         right[name] = [way for way, error in errors.items() if error < MAX_ERROR]
         worst_error = max([worst_error, *(errors[way] for way in right[name])])
@@ -299,20 +327,22 @@ def compile_part(names: list[str], token_counts: list[int], part: int, parts: in
     keyed: dict[Any, tuple[str, Linear, int, Way]] = {}
     for model, tokens, name in product(names, token_counts, (*LAYER, "head") if head else LAYER):
         linear = MODELS[model].linear(name)
+        across = chosen_way(MODELS[model].linear(ACROSS_NORM.get(name, name)), tokens)
         for way in _ways(linear, tokens):
             if not isinstance(way, str):
-                keyed.setdefault(compile_key(linear, tokens, way), (model, linear, tokens, way))
+                keyed.setdefault(compile_key(linear, tokens, way, across), (model, linear, tokens, way))
     mine = list(keyed.values())[part::parts]
     for model in names:
         chain = Chain(MODELS[model], layers=1, head=head)
         for _, linear, tokens, way in (item for item in mine if item[0] == model):
+            chain.choose_all(tokens)
             chain.set(linear, way)
             values = chain.values(tokens)
             try:
                 if linear.name == "head":
                     chain.logits(values["residual"])
                 else:
-                    chain.apply(linear.name, chain.layers[0], values)
+                    chain.apply_across_norm(linear.name, values, Residual(values["residual"]))
             except CANNOT_RUN:
                 continue  # reported where it would be timed
 

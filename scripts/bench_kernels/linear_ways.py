@@ -25,6 +25,8 @@ Way = LinearConfig | str
 MAX_SHARED_BYTES = 227 << 10
 MAX_SPLIT = 8
 PREFILL_TOKENS = 2048
+ACROSS_NORM = {"qkv": "down", "o": "gate_up", "gate_up": "o", "down": "qkv"}
+"""Of a layer's linear, that on the other side of its norm."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,13 @@ class Linear:
         return self.n >= MIN_HEAD_ROWS
 
 
+def chosen_way(linear: Linear, tokens: int) -> Way:
+    return choose(tokens, linear.n, linear.k) or CUBLAS
+
+
 def ways_of(linear: Linear, tokens: int) -> list[Way]:
     """What `choose` names first."""
-    ways: list[Way] = [choose(tokens, linear.n, linear.k) or CUBLAS, CUBLAS]
+    ways: list[Way] = [chosen_way(linear, tokens), CUBLAS]
     if tokens <= 4:
         ways += _fma_ways(linear)
     if 4 <= tokens <= 64:
@@ -132,14 +138,15 @@ def _prefill_ways() -> list[TileConfig]:
     ]
 
 
-def compile_key(linear: Linear, tokens: int, way: LinearConfig) -> Any:
-    """Equal for what is one compiled kernel."""
+def compile_key(linear: Linear, tokens: int, way: LinearConfig, across: Way) -> Any:
+    """Equal for what is one compiled kernel. across: the way of the linear on the other side of the norm."""
     op = linear.name if linear.normed or linear.is_head else "add"
     if isinstance(way, FmaConfig):
         return op, linear.n, linear.k, way, tokens
     if isinstance(way, TileConfig):
         return op, linear.n, linear.k, replace(way, programs=min(way.programs, 1))
-    return op, linear.n, linear.k, way, min(way.tokens, _padded(tokens)), tokens <= way.tokens
+    folded_rows = across.rows if isinstance(across, DotConfig) else 0
+    return op, linear.n, linear.k, way, min(way.tokens, _padded(tokens)), tokens <= way.tokens, folded_rows
 
 
 def _padded(tokens: int) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor
 from gpu_runner.kernels.attention_prefill import prefill_attention
 from gpu_runner.kernels.invariant_cuda_ops import InvariantCudaOps
 from gpu_runner.kernels.linear_config import TileConfig, choose_invariant
+from gpu_runner.kernels.residual import NormedLinear, Residual
 from gpu_runner.kernels.work_list import allocate_work_list
 
 ON_GPU = torch.cuda.is_available()
@@ -47,16 +48,19 @@ def operations(dtype: torch.dtype, n: int) -> dict[str, Operation]:
     """Of a token's residual, [T, K], to what a layer makes of it."""
     weight, bias = normal(n, K, dtype=dtype, seed=1) / K**0.5, normal(n, dtype=dtype, seed=2)
     norm = normal(K, dtype=dtype, seed=3)
+    normed = NormedLinear(norm, EPS, weight, bias)
+    behind = NormedLinear(bias, EPS, weight.t().contiguous(), None)
 
     def added(ops: InvariantCudaOps, x: Tensor) -> Tensor:
-        residual = x[:, :1].repeat(1, n)
-        ops.linear_add(x, weight, bias, residual)
-        return residual
+        residual = Residual(x[:, :1].repeat(1, n))
+        ops.linear_add(x, weight, bias, residual, behind)
+        assert residual.gained is None  # its parts would depend on the kernel
+        return residual.values
 
     return {
-        "norm and linear": lambda ops, x: ops.norm_linear(x, norm, EPS, weight, bias),
+        "norm and linear": lambda ops, x: ops.norm_linear(Residual(x), normed),
         "linear and sum": added,
-        "norm, gate and up": lambda ops, x: ops.norm_gate_up(x, norm, EPS, weight, bias),
+        "norm, gate and up": lambda ops, x: ops.norm_gate_up(Residual(x), normed),
         "logits": lambda ops, x: ops.logits(ops.rms_norm(x, norm, EPS), weight),
     }
 

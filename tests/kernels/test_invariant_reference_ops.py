@@ -12,6 +12,7 @@ from torch import Tensor
 from gpu_runner.kernels.invariant_reference_ops import TILE, InvariantReferenceOps, rows_are_alike
 from gpu_runner.kernels.ops import BatchMeta
 from gpu_runner.kernels.reference_ops import ReferenceOps
+from gpu_runner.kernels.residual import NormedLinear, Residual
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -43,12 +44,16 @@ def test_a_row_of_a_product_has_the_same_bits_at_every_place_of_every_number_of_
 def test_a_row_of_a_layers_other_operations_has_the_same_bits_among_any_number(dtype: torch.dtype) -> None:
     weight, bias = normal(2 * 40, K, dtype=dtype, seed=1) / K**0.5, normal(2 * 40, dtype=dtype, seed=2)
     norm, x = normal(K, dtype=dtype, seed=3), normal(MOST, K, dtype=dtype, seed=4)
+    linear = NormedLinear(norm, EPS, weight, bias)
 
     def results(ops: ReferenceOps, rows: Tensor) -> list[Tensor]:
-        residual = rows[:, :1].repeat(1, len(weight))
-        ops.linear_add(rows, weight, bias, residual)
-        gate_up = ops.norm_gate_up(rows, norm, EPS, weight, bias)
-        return [ops.rms_norm(rows, norm, EPS), ops.norm_linear(rows, norm, EPS, weight, bias), gate_up, residual]
+        residual, own, normed = (
+            Residual(rows[:, :1].repeat(1, len(weight))),
+            Residual(rows),
+            ops.rms_norm(rows, norm, EPS),
+        )
+        ops.linear_add(rows, weight, bias, residual, None)
+        return [normed, ops.norm_linear(own, linear), ops.norm_gate_up(own, linear), residual.values]
 
     whole = results(InvariantReferenceOps(), x)
     for ours, reference in zip(whole, results(ReferenceOps(), x), strict=True):
@@ -66,7 +71,9 @@ def test_attention_has_the_same_bits_in_any_chunk_and_as_a_decode_row(
 ) -> None:
     """Keys of earlier chunks are written by them, as in steps; a row's own by the call that reads them."""
     heads, kv_heads, head_dim, length = 6, 2, 24, 70
-    qkv = normal(length, (heads + 2 * kv_heads) * head_dim, dtype=dtype, seed=1)
+    x, norm = normal(length, K, dtype=dtype, seed=1), normal(K, dtype=dtype, seed=4)
+    rows = (heads + 2 * kv_heads) * head_dim
+    weight, bias = normal(rows, K, dtype=dtype, seed=5) / K**0.5, normal(rows, dtype=dtype, seed=6)
     inv_freq = 10_000.0 ** -torch.arange(0, 1, 2 / head_dim)
     norms = [1 + 0.1 * normal(head_dim, dtype=dtype, seed=seed) if normed else None for seed in (2, 3)]
     pages = torch.tensor([[3, 1, 5, 2, 4]], dtype=torch.int32)
@@ -84,7 +91,7 @@ def test_attention_has_the_same_bits_in_any_chunk_and_as_a_decode_row(
             page_table=pages,
         )
         return ops.attend(
-            *(qkv[position], kv_layer, meta),
+            *(Residual(x[position]), NormedLinear(norm, EPS, weight, bias), kv_layer, meta),
             inv_freq=inv_freq,
             num_heads=heads,
             q_norm=norms[0],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from gpu_runner.kernels.linear_config import (
     largest_scratch,
     scratch_size,
 )
+from gpu_runner.kernels.residual import Gained
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -61,6 +63,7 @@ CASES: list[tuple[LinearConfig, int]] = [
     *[(SHARED_TILE_CONFIGS[0], 50), (SHARED_TILE_CONFIGS[1], 40)],
     *[(SHARED_TILE_CONFIGS[2], 33), (SHARED_TILE_CONFIGS[3], 21)],
 ]
+DOT_CASES = [(config, tokens) for config in DOT_CONFIGS for tokens in (1, 17, 40)]
 N, K = 44, 136  # of gate-up: 22 rows each
 
 
@@ -84,6 +87,22 @@ def draw(tokens: int, dtype: torch.dtype, *, n: int = N, k: int = K, seed: int =
 
 def poisoned(tokens: int, columns: int, dtype: torch.dtype) -> Tensor:
     return torch.full((tokens, columns), float("nan"), dtype=dtype, device=DEVICE)
+
+
+def poisoned_gained(config: DotConfig, gain: Tensor, tokens: int) -> Gained:
+    n = len(gain)
+    squares = poisoned(linear.row_tiles(config, n), tokens, torch.float32)
+    return Gained(gain=gain, values=poisoned(tokens, n, gain.dtype), squares=squares)
+
+
+def gained_of(x: Tensor, gain: Tensor, *, parts: int) -> Gained:
+    """In parts of columns that are no two alike; what lies behind them in memory is poisoned."""
+    tokens, k = x.shape
+    memory = poisoned(parts + 20, tokens, torch.float32)
+    bounds = [k * part * part // (parts * parts) for part in range(parts + 1)]
+    for part, (first, last) in enumerate(pairwise(bounds)):
+        memory[part] = x[:, first:last].float().square().sum(dim=1)
+    return Gained(gain=gain, values=(x.float() * gain.float()).to(x.dtype), squares=memory[:parts])
 
 
 def poisoned_scratch() -> SplitScratch:
@@ -110,6 +129,7 @@ def pytest_ids(case: object) -> str:
 
 parametrize_cases = pytest.mark.parametrize(("config", "tokens"), CASES, ids=pytest_ids)
 parametrize_fma_cases = pytest.mark.parametrize(("config", "tokens"), FMA_CASES, ids=pytest_ids)
+parametrize_dot_cases = pytest.mark.parametrize(("config", "tokens"), DOT_CASES, ids=pytest_ids)
 parametrize_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
@@ -163,6 +183,85 @@ def test_linear_add_adds_to_the_residual_in_place(config: LinearConfig, tokens: 
     bias, residual = given.bias, given.residual.clone()
     linear.linear(given.x, given.weight, out=residual, config=config, bias=bias, scratch=poisoned_scratch(), add=True)
     assert_close(residual, given.residual + wide_linear(given.x, given.weight, bias), dtype)
+
+
+@parametrize_dtypes
+@parametrize_dot_cases
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_sum_is_written_times_the_next_gain_too_with_its_squares(
+    config: DotConfig, tokens: int, with_bias: bool, dtype: torch.dtype
+) -> None:
+    given, gain = draw(tokens, dtype, seed=10), draw(1, dtype, seed=11).bias
+    bias, plain, residual = given.bias if with_bias else None, given.residual.clone(), given.residual.clone()
+    gained = poisoned_gained(config, gain, tokens)
+    scratch = poisoned_scratch()
+    linear.linear(given.x, given.weight, out=plain, config=config, bias=bias, scratch=scratch, add=True)
+    linear.linear(
+        given.x, given.weight, out=residual, config=config, bias=bias, scratch=scratch, add=True, gained=gained
+    )
+    assert torch.equal(residual, plain)
+    assert torch.equal(gained.values, (residual.float() * gain.float()).to(dtype))
+    for part, columns in enumerate(residual.float().split(config.rows, dim=1)):
+        torch.testing.assert_close(gained.squares[part], columns.square().sum(dim=1), rtol=1e-5, atol=0)
+
+
+@parametrize_dtypes
+@parametrize_dot_cases
+@pytest.mark.parametrize("parts", [1, 16, 21])
+def test_a_linear_of_gained_values_equals_norm_then_linear(
+    config: DotConfig, tokens: int, parts: int, dtype: torch.dtype
+) -> None:
+    given = draw(tokens, dtype, seed=12)
+    gained, out = gained_of(given.x, given.norm, parts=parts), poisoned(tokens, N, dtype)
+    linear.linear(
+        *(gained.values, given.weight),
+        out=out,
+        config=config,
+        bias=given.bias,
+        scratch=poisoned_scratch(),
+        squares=gained.squares,
+        eps=EPS,
+    )
+    assert_close(out, wide_linear(reference.rms_norm(given.x, given.norm, EPS), given.weight, given.bias), dtype)
+
+
+@parametrize_dtypes
+@parametrize_dot_cases
+def test_gate_up_of_gained_values_equals_norm_then_gate_up(config: DotConfig, tokens: int, dtype: torch.dtype) -> None:
+    given = draw(tokens, dtype, seed=13)
+    gained, out = gained_of(given.x, given.norm, parts=3), poisoned(tokens, N // 2, dtype)
+    linear.linear(
+        *(gained.values, given.weight),
+        out=out,
+        config=config,
+        bias=given.bias,
+        scratch=poisoned_scratch(),
+        squares=gained.squares,
+        eps=EPS,
+        gate_up=True,
+    )
+    x = reference.rms_norm(given.x, given.norm, EPS)
+    assert_close(out, reference.silu_mul(wide_linear(x, given.weight, given.bias)), dtype)
+
+
+@pytest.mark.parametrize("config", DOT_CONFIGS[:2], ids=pytest_ids)
+def test_what_a_norm_is_folded_into_repeats_exactly(config: DotConfig) -> None:
+    given, scratch = draw(40, DTYPES[0], n=K, seed=14), poisoned_scratch()
+    results = []
+    for _ in range(2):
+        residual, out = given.residual.clone(), poisoned(40, K, DTYPES[0])
+        gained = poisoned_gained(config, given.norm, 40)
+        linear.linear(given.x, given.weight, out=residual, config=config, scratch=scratch, add=True, gained=gained)
+        linear.linear(
+            gained.values, given.weight, out=out, config=config, scratch=scratch, squares=gained.squares, eps=EPS
+        )
+        results.append((gained, out))
+    (first, first_out), (second, second_out) = results
+    assert torch.equal(first.values, second.values)
+    assert torch.equal(first.squares, second.squares)
+    assert torch.equal(first_out, second_out)
+    x = reference.rms_norm(given.residual + wide_linear(given.x, given.weight, None), given.norm, EPS)
+    assert_close(first_out, wide_linear(x, given.weight, None), DTYPES[0])
 
 
 @pytest.mark.parametrize("config", [FMA_CONFIGS[0], DOT_CONFIGS[0]], ids=pytest_ids)

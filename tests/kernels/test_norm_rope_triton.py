@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gpu_runner.kernels import norm_rope, reference
+from gpu_runner.kernels.residual import Gained
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -56,12 +57,23 @@ def test_silu_mul_equals_the_reference(rows: int, inner: int, dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hidden", [576, 1024, 1500])
-def test_embedding_gathers_rows(hidden: int, dtype: torch.dtype) -> None:
+def test_embedding_gathers_rows_and_multiplies_them_by_a_gain(hidden: int, dtype: torch.dtype) -> None:
     table = rand(11, hidden, dtype=dtype)
     token_ids = torch.tensor([10, 0, 3, 3, 0], dtype=torch.int32, device=DEVICE)
     out = poisoned(5, hidden, dtype=dtype)
     assert norm_rope.embedding(token_ids, table, out=out) is out
     assert torch.equal(out, table[token_ids.long()])
+
+    parts = norm_rope.embedding_parts(hidden)
+    gained = Gained(
+        gain=rand(hidden, dtype=dtype, seed=1),
+        values=poisoned(5, hidden, dtype=dtype),
+        squares=poisoned(parts, 5, dtype=torch.float32),
+    )
+    assert torch.equal(norm_rope.embedding(token_ids, table, gained=gained), out)
+    assert_close(gained.values, out * gained.gain)
+    squares = out.double().square().sum(dim=1)
+    torch.testing.assert_close(gained.squares.double().sum(dim=0), squares, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,11 +1,13 @@
 """Compiles a tiny model's kernels for a GPU that is not there, and prints as JSON what was done.
 
     python -m support.compile_without_gpu MODEL_FOLDER
+    python -m support.compile_without_gpu MODEL_FOLDER --names TOKENS
     python -m support.compile_without_gpu MODEL_FOLDER --batch-invariant
-    python -m support.compile_without_gpu MODEL_FOLDER --long-steps
+    python -m support.compile_without_gpu MODEL_FOLDER --every-layer
 
-With one of the latter nothing is compiled: what is printed is the name of each kernel that such an engine would have,
-batch-invariant or of steps of up to 4096 tokens.
+With an option nothing is compiled. What is printed is the name of each kernel that an engine of 64 rows and steps of up
+to TOKENS tokens would have, or a batch-invariant one; or of each that an engine would have if it rehearsed every layer
+of the model, and of each that it has.
 
 A process of its own: the tests' one runs Triton's interpreter instead of its compiler.
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -22,10 +25,12 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from asyncengine.config import EngineConfig
+from asyncengine.config import PAGE_SIZE, EngineConfig
 from gpu_runner.device import build_gpu
 from gpu_runner.kernels.kernel_compiler import KernelCompiler
-from gpu_runner.models.registry import read_model_config
+from gpu_runner.models.registry import read_model_config, sketch_model
+
+KV_CACHE_TOKENS = 256
 
 
 class Hopper:
@@ -64,26 +69,42 @@ def made_up_build(model: str, config: EngineConfig) -> build_gpu.GpuBuild:
         )
 
 
-def list_kernels(build: build_gpu.GpuBuild) -> list[str]:
-    with patch.object(KernelCompiler, "_compile"), KernelCompiler(build._rehearse, threads=1) as compiler:
+def list_kernels(rehearse: Callable[[], None]) -> list[str]:
+    """With what each is compiled for."""
+    with patch.object(KernelCompiler, "_compile"), KernelCompiler(rehearse, threads=1) as compiler:
         compiler.wait(lambda done, total: None)
-    return [name for _, name, _ in compiler._found]
+    return [f"{name} {key}" for _, name, key in compiler._found]
 
 
-LISTED = {
-    "--batch-invariant": {"max_num_seqs": 64, "max_num_batched_tokens": 512, "batch_invariant": True},
-    "--long-steps": {"max_num_seqs": 64, "max_num_batched_tokens": 4096, "kv_cache_tokens": 8192},
-}
+def rehearse_every_layer(build: build_gpu.GpuBuild) -> None:
+    decoder = sketch_model(build._model, dtype=build._dtype, ops=build._ops(build_gpu.META))
+    num_pages = KV_CACHE_TOKENS // PAGE_SIZE + 1
+    for kind in build._make_step(decoder, build._model, build_gpu.META, num_pages=num_pages).works():
+        for work, _ in kind:
+            work()
 
 
 def main() -> None:
     hopper = Hopper()
     driver.set_active(hopper)
     model, *options = sys.argv[1:]
-    config = EngineConfig(load_format="dummy", max_num_seqs=1, max_num_batched_tokens=16, kv_cache_tokens=256)
+    config = EngineConfig(
+        load_format="dummy", max_num_seqs=1, max_num_batched_tokens=16, kv_cache_tokens=KV_CACHE_TOKENS
+    )
+    if options == ["--every-layer"]:
+        build = made_up_build(model, config)
+        print(json.dumps([list_kernels(lambda: rehearse_every_layer(build)), list_kernels(build._rehearse)]))
+        return
     if options:
-        config = msgspec.structs.replace(config, **LISTED[options[0]])
-        print(json.dumps(list_kernels(made_up_build(model, config))))
+        tokens = int(options[1]) if options[0] == "--names" else 512
+        config = msgspec.structs.replace(
+            config,
+            max_num_seqs=64,
+            max_num_batched_tokens=tokens,
+            kv_cache_tokens=2 * tokens,
+            batch_invariant=options == ["--batch-invariant"],
+        )
+        print(json.dumps([kernel.split()[0] for kernel in list_kernels(made_up_build(model, config)._rehearse)]))
         return
     build = made_up_build(model, config)
     results, progress = [], []
