@@ -63,7 +63,8 @@ LinearConfig = FmaConfig | DotConfig | TileConfig
 _DEEP = DotConfig(rows=64, block_k=128, stages=6, num_warps=4, prefetch_k=512, weight_first=True)
 _PAIRED = replace(_DEEP, stages=4)  # two programs fit on an SM
 _NARROW = DotConfig(rows=32, block_k=128, stages=4, num_warps=4, prefetch_k=512)
-_WIDE = DotConfig(rows=128, block_k=64, stages=5, num_warps=8, prefetch_k=256, weight_first=True)
+_NARROW_DEEP = replace(_NARROW, stages=8)
+_WIDE = DotConfig(rows=128, block_k=128, stages=4, num_warps=8, prefetch_k=256, weight_first=True)
 _SHALLOW_TILE = TileConfig(tokens=128, rows=128, block_k=64, stages=3, num_warps=4, group=16)
 # Few programs to an SM, that share all tiles: 128, into which K divides evenly.
 _SHARED_DEEP = TileConfig(
@@ -107,17 +108,18 @@ CUTS: tuple[tuple[int, int, int, LinearConfig | None], ...] = (
     (32, ANY, 4096, replace(_PAIRED, split_k=4)),
     (32, 4096, 8192, _DEEP),
     (32, ANY, ANY, _PAIRED),
-    # From 33 tokens on programs share tiles that would otherwise be too few, or cuBLAS has good kernels.
-    (64, 1024, 4096, _SHARED_DEEP),
-    (64, 1024, MIN_HEAD_ROWS - 1, _DEEP),
+    # From 33 on the tokens' blocks are as large as the weights', and narrow tiles fill the SMs with fewer parts.
+    (64, 1024, 4096, _NARROW_DEEP),
+    (64, 1024, MIN_HEAD_ROWS - 1, _PAIRED),
     (64, 2048, 2048, replace(_NARROW, split_k=4)),
     (64, 2048, 4096, None),
-    (64, 3072, 2048, replace(_PAIRED, split_k=4)),
-    (64, 4096, 4096, None),
+    (64, 3072, 2048, replace(_NARROW_DEEP, split_k=4)),
+    (64, 4096, 4096, _NARROW_DEEP),
     (64, 4096, 8192, _DEEP),
-    (64, ANY, 8192, replace(_DEEP, split_k=2)),
+    (64, ANY, 8192, _NARROW_DEEP),
     (64, ANY, ANY, _WIDE),
-    # From 65 on the tokens themselves become traffic, and tiles are wide enough for cuBLAS's kernels.
+    # From 65 on the tokens themselves become traffic, and tiles are wide enough for cuBLAS's kernels. Programs share
+    # tiles that would otherwise be too few.
     (128, 1024, 4096, _SHARED_NARROW),
     (383, 1024, 4096, _SHARED),
     (383, 3072, 2048, _SHARED_DEEP),
