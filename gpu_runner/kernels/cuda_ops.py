@@ -100,14 +100,11 @@ class CudaOps:
             return norm_rope.silu_mul(product) if gate_up else product
         out = x.new_empty(len(x), len(weight) // 2 if gate_up else len(weight))
         options: dict[str, Any] = {"out": out, "config": config, "bias": bias, "gate_up": gate_up}
-        gained = residual.gained
         if isinstance(config, FmaConfig):
             linear.linear(x, weight, norm=normed.gain, eps=normed.eps, **options)
-        elif gained is None:
-            linear.linear(self.rms_norm(x, normed.gain, normed.eps), weight, scratch=self._scratch, **options)
         else:
-            options |= {"squares": gained.squares, "eps": normed.eps}
-            linear.linear(gained.values, weight, scratch=self._scratch, **options)
+            source = residual.gained or self.rms_norm(x, normed.gain, normed.eps)
+            linear.linear(source, weight, eps=normed.eps, scratch=self._scratch, **options)
         return out
 
     def _gained(self, values: Tensor, reader: NormedLinear | None, parts: int) -> Gained | None:

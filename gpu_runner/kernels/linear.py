@@ -62,7 +62,7 @@ class SplitScratch:
 
 
 def linear(
-    x: Tensor,
+    x: Tensor | Gained,
     weight: Tensor,
     *,
     out: Tensor,
@@ -70,7 +70,6 @@ def linear(
     bias: Tensor | None = None,
     scratch: SplitScratch | None = None,
     norm: Tensor | None = None,
-    squares: Tensor | None = None,
     eps: float = 0.0,
     gate_up: bool = False,
     add: bool = False,
@@ -81,11 +80,15 @@ def linear(
     norm: [K], of which x is taken `rms_norm`, with an `FmaConfig` only: each program computes it of all tokens, and
     with more than a few a kernel of its own costs less. gate_up: silu(gate) * up of the product goes to `out`, [T, N /
     2]; weight has N / 2 gate rows, then as many up rows. add: the product is added to `out`, which is not x itself.
-    With a `DotConfig` only, squares: [parts, T], those of the `Gained` whose values are x; and gained: what is written
-    of `out` too, in `row_tiles` parts, unless gate_up.
+    With a `DotConfig` only, x may be a norm that lacks its root; and gained, unless gate_up, is such a norm of `out`
+    that is written too, in `row_tiles` parts.
 
-    Raises ValueError for a split configuration without a scratch that holds it.
+    Raises ValueError for a split configuration without a scratch that holds it, and for a norm that lacks its root with
+    another than a `DotConfig`.
     """
+    squares = None
+    if isinstance(x, Gained):
+        squares, x = x.squares, x.values
     n, k = weight.shape
     options: dict[str, Any] = {
         "N": n,
@@ -97,12 +100,14 @@ def linear(
         "ADD": add,
         **launch_options(x, config.num_warps),
     }
-    if isinstance(config, FmaConfig):
+    if isinstance(config, DotConfig):
+        _launch_dot(x, weight, bias, out, config, scratch, squares, eps, gained, options)
+    elif squares is not None or gained is not None:
+        raise ValueError(f"{config} neither takes nor writes a norm that lacks its root")
+    elif isinstance(config, FmaConfig):
         linear_fma_kernel[(triton.cdiv(n, config.rows),)](
             *(x, weight, norm, bias, out, eps), T=len(x), DEPTH=config.depth, HAS_NORM=norm is not None, **options
         )
-    elif isinstance(config, DotConfig):
-        _launch_dot(x, weight, bias, out, config, scratch, squares, eps, gained, options)
     else:
         _launch_tile(x, weight, bias, out, config, scratch, options)
 

@@ -159,7 +159,8 @@ HEAD_CUTS: tuple[tuple[int, int, int, TileConfig | None], ...] = (
 def choose(num_tokens: int, n: int, k: int) -> LinearConfig | None:
     """How to compute [num_tokens, k] @ [n, k]^T; n counts gate and up rows. None: with cuBLAS.
 
-    An FmaConfig takes a norm in front of the product too; for the others a norm kernel must run before.
+    An FmaConfig takes a norm in front of the product too, a DotConfig one that lacks its root; otherwise a norm kernel
+    must run before.
     """
     cut = next(cut for tokens, max_k, max_n, cut in CUTS if num_tokens <= tokens and k <= max_k and n <= max_n)
     if isinstance(cut, FmaConfig):

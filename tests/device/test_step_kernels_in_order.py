@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.engine_core import EngineCore
 from support.random_model import write_config
+from torch import Tensor
 
 from asyncengine.sampling import SamplingParams, Structured
 from asyncengine.wire.reports import RunnerInfo
@@ -22,6 +23,7 @@ from gpu_runner.device.target import make_stream
 from gpu_runner.kernels.cuda_ops import CudaOps
 from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.head_config import HeadConfig
+from gpu_runner.kernels.linear_config import DotConfig, LinearConfig, choose
 from gpu_runner.kernels.upload_layout import upload_words
 from gpu_runner.models.registry import random_model
 
@@ -49,15 +51,23 @@ MASKED = 4
 PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (19, 1, 6, 5, 3)]
 
 
-def executor(model: str, *, kernels: bool) -> Executor:
+TENSOR_CORES = DotConfig(rows=16, block_k=32, stages=2, num_warps=2)
+
+
+def on_tensor_cores(x: Tensor, weight: Tensor) -> LinearConfig | None:
+    """Of three tokens and more: so their norms are parts of the kernels around them."""
+    return TENSOR_CORES if len(x) > 2 else choose(len(x), *weight.shape)
+
+
+def executor(model: str, ops: CudaOps | None) -> Executor:
     """Of `GraphStep` that captures nothing, or of `Step`."""
-    decoder = random_model(model, device=CPU, dtype=torch.float32, ops=CudaOps() if kernels else None)
+    decoder = random_model(model, device=CPU, dtype=torch.float32, ops=ops)
     kv_cache = allocate_kv_cache(decoder.config, NUM_PAGES, torch.float32, CPU)
     num_slots, pages_per_seq = 2 * ROWS, pages_for(CONTEXT)
     state = DeviceState(num_slots=num_slots, pages_per_seq=pages_per_seq, device=CPU)
     words = upload_words(num_slots=num_slots, pages_per_seq=pages_per_seq, max_step_tokens=STEP_TOKENS)
     step: StepRunner
-    if kernels:
+    if ops is not None:
         step = uncaptured = GraphStep(
             decoder=decoder,
             model=decoder.config,
@@ -94,8 +104,8 @@ def executor(model: str, *, kernels: bool) -> Executor:
     )
 
 
-def run(model: str, *, kernels: bool) -> EngineCore:
-    device = executor(model, kernels=kernels)
+def run(model: str, ops: CudaOps | None) -> EngineCore:
+    device = executor(model, ops)
     device.masks.array.fill(0x55555555)
     core = EngineCore(
         num_pages=NUM_PAGES,
@@ -114,16 +124,24 @@ def run(model: str, *, kernels: bool) -> EngineCore:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels take tensors of the GPU here")
-@pytest.mark.parametrize("head", [None, HeadConfig(16, 32, 32, stages=2, num_warps=4)])
+@pytest.mark.parametrize(
+    ("head", "ops"),
+    [
+        (None, CudaOps()),
+        (HeadConfig(16, 32, 32, stages=2, num_warps=4), CudaOps()),
+        (None, CudaOps(choose=on_tensor_cores)),
+    ],
+    ids=["logits", "head", "folded norms"],
+)
 def test_kernels_one_by_one_give_the_plain_steps_tokens(
-    tmp_path: Path, head: HeadConfig | None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, head: HeadConfig | None, ops: CudaOps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graph_step, "choose_head", lambda *shape: head)
     model = write_config(
-        tmp_path, vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        tmp_path, vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=16,
     )  # fmt: skip
-    kernels, plain = run(model, kernels=True), run(model, kernels=False)
+    kernels, plain = run(model, ops), run(model, None)
     assert kernels.outputs == plain.outputs
     assert [token % 2 for token in kernels.outputs[MASKED]] == [0] * 3
     assert list(kernels.logprobs) == list(plain.logprobs) == [3]

@@ -38,7 +38,7 @@ def normal(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
 
 
-OF_SOME_NUMBERS = ("linear_fma_kernel", "linear_dot_kernel", "head_argmax_kernel")
+OF_SOME_NUMBERS = ("linear_fma_kernel", "linear_dot_kernel", "linear_heads_kernel", "head_argmax_kernel")
 """Kernels that the default operations choose by the number of tokens or rows."""
 
 Operation = Callable[[InvariantCudaOps, Tensor], Tensor]

@@ -214,12 +214,11 @@ def test_a_linear_of_gained_values_equals_norm_then_linear(
     given = draw(tokens, dtype, seed=12)
     gained, out = gained_of(given.x, given.norm, parts=parts), poisoned(tokens, N, dtype)
     linear.linear(
-        *(gained.values, given.weight),
+        *(gained, given.weight),
         out=out,
         config=config,
         bias=given.bias,
         scratch=poisoned_scratch(),
-        squares=gained.squares,
         eps=EPS,
     )
     assert_close(out, wide_linear(reference.rms_norm(given.x, given.norm, EPS), given.weight, given.bias), dtype)
@@ -231,12 +230,11 @@ def test_gate_up_of_gained_values_equals_norm_then_gate_up(config: DotConfig, to
     given = draw(tokens, dtype, seed=13)
     gained, out = gained_of(given.x, given.norm, parts=3), poisoned(tokens, N // 2, dtype)
     linear.linear(
-        *(gained.values, given.weight),
+        *(gained, given.weight),
         out=out,
         config=config,
         bias=given.bias,
         scratch=poisoned_scratch(),
-        squares=gained.squares,
         eps=EPS,
         gate_up=True,
     )
@@ -252,9 +250,7 @@ def test_what_a_norm_is_folded_into_repeats_exactly(config: DotConfig) -> None:
         residual, out = given.residual.clone(), poisoned(40, K, DTYPES[0])
         gained = poisoned_gained(config, given.norm, 40)
         linear.linear(given.x, given.weight, out=residual, config=config, scratch=scratch, add=True, gained=gained)
-        linear.linear(
-            gained.values, given.weight, out=out, config=config, scratch=scratch, squares=gained.squares, eps=EPS
-        )
+        linear.linear(gained, given.weight, out=out, config=config, scratch=scratch, eps=EPS)
         results.append((gained, out))
     (first, first_out), (second, second_out) = results
     assert torch.equal(first.values, second.values)
@@ -299,6 +295,16 @@ def test_programs_too_few_for_the_tiles_of_tokens_leave_each_tile_one() -> None:
     out = poisoned(96, N, DTYPES[0])
     linear.linear(given.x, given.weight, out=out, config=SHARED_TILE_CONFIGS[2])
     assert_close(out, wide_linear(given.x, given.weight, None), DTYPES[0])
+
+
+@pytest.mark.parametrize("config", [FMA_CONFIGS[0], TILE_CONFIGS[0]], ids=pytest_ids)
+def test_only_one_of_the_kernels_takes_or_writes_a_norm_without_its_root(config: LinearConfig) -> None:
+    given = draw(2, DTYPES[0])
+    rootless, written = gained_of(given.x, given.norm, parts=1), poisoned_gained(DOT_CONFIGS[0], given.bias, 2)
+    with pytest.raises(ValueError, match="neither takes nor writes a norm that lacks its root"):
+        linear.linear(rootless, given.weight, out=given.residual, config=config, eps=EPS)
+    with pytest.raises(ValueError, match="neither takes nor writes a norm that lacks its root"):
+        linear.linear(given.x, given.weight, out=given.residual, config=config, add=True, gained=written)
 
 
 @pytest.mark.parametrize("size", [(3 * 8 * N - 1, 64), (3 * 8 * N, 1)])
