@@ -101,11 +101,14 @@ CUTS: tuple[tuple[int, int, int, LinearConfig | None], ...] = (
     (32, 1023, ANY, replace(_SMALL, rows=32, num_warps=4)),
     (ANY, 1023, ANY, None),
     # Tensor cores: deeper while each SM has one program, K split where there would be far fewer.
-    (32, 3072, 2048, replace(_DEEP, split_k=8)),
+    (32, 2048, 2048, replace(_NARROW_DEEP, split_k=4)),
+    (16, 3072, 2048, replace(_DEEP, split_k=8)),
+    (32, 3072, 2048, replace(_DEEP, split_k=4)),
+    (16, 1024, 4096, replace(_DEEP, split_k=2)),
     (16, 1024, MIN_HEAD_ROWS - 1, _DEEP),
     (32, 1024, 4096, _DEEP),
     (32, 1024, MIN_HEAD_ROWS - 1, _PAIRED),
-    (32, ANY, 4096, replace(_PAIRED, split_k=4)),
+    (32, ANY, 4096, replace(_DEEP, split_k=2)),
     (32, 4096, 8192, _DEEP),
     (32, ANY, ANY, _PAIRED),
     # From 33 on the tokens' blocks are as large as the weights', and narrow tiles fill the SMs with fewer parts.
