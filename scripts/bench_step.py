@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from asyncengine.config import PAGE_SIZE, EngineConfig
 from asyncengine.sampling import SamplingParams
@@ -309,7 +310,13 @@ def main() -> None:
     parser.add_argument("--batch-invariant", action="store_true", help="in that mode, whose cost the difference is")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    results = [bench(model, args) for model in args.models]
+    results = []
+    for model in args.models:
+        results.append(bench(model, args))
+        gc.enable()
+        gc.unfreeze()
+        gc.collect()  # the next model needs this one's memory
+        torch.cuda.empty_cache()
     if args.json:
         args.json.write_text(json.dumps(results, indent=2))
 
