@@ -55,7 +55,7 @@ if [ "${QUICK:-0}" = 1 ]; then
   SANITIZE_ARGS=(memcheck)
 else
   default_models="scripts/data/qwen3-0.6b scripts/data/llama-3.1-8b"
-  default_kernels="attention attention_layer linear norm_rope head sample"
+  default_kernels="attention attention_layer linear linear_heads norm_rope head sample"
   default_streams="1 256 512" default_requests="4 1000 2000"
   GAPS_ARGS=(--batches 1,64,256)
   COPIES_ARGS=()
