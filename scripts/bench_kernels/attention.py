@@ -15,13 +15,14 @@ import numpy as np
 import torch
 from bench_device import BYTES_PER_US, DEVICE, DTYPE, SMOKE
 from graph_timer import median_us
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from gpu_runner.kernels import reference
 from gpu_runner.kernels.attention_decode import DecodeTiling, decode_attention
 from gpu_runner.kernels.attention_prefill import PrefillTiling, prefill_attention
 from gpu_runner.kernels.ops import BatchMeta
-from gpu_runner.kernels.work_list import WorkList, allocate_work_list, build_work_list
+from gpu_runner.kernels.work_list import SPLIT_STEP, WorkList, allocate_work_list, build_work_list
 
 PAGE = 16
 FLOPS_PER_US = 750e6
@@ -97,12 +98,15 @@ class Step:
         self.num_decode_rows = len(case.decode_lens)
         self.starts, self.lengths = np.array(starts, np.int32), np.array(lengths, np.int32)
 
-        def ints(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+        def ints(values: ArrayLike) -> Tensor:
+            return torch.from_numpy(np.array(values, np.int32)).to(DEVICE)
 
         self.counts = ints([len(case.decode_lens), len(starts), self.num_tokens, 0])
         self.row_slot, self.row_start, self.row_len = ints(list(range(len(starts)))), ints(starts), ints(lengths)
         self.row_token = ints([sum(lengths[:row]) for row in range(len(starts))])
+        positions = np.concatenate([np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)])
+        pages_of_tokens = table[np.repeat(np.arange(len(starts)), lengths), positions // PAGE]
+        self.positions, self.kv_index = ints(positions), ints(pages_of_tokens * PAGE + positions % PAGE)
         self.page_table = torch.from_numpy(table).to(DEVICE)
         size = (self.layers, 2, len(order) + 1, shape.kv_heads, PAGE, shape.head_dim)
         self.kv = torch.empty(size, dtype=DTYPE, device=DEVICE).normal_()
@@ -110,7 +114,7 @@ class Step:
         self.out = torch.full_like(self.q, torch.nan)
         self.scale = shape.head_dim**-0.5
 
-    def work(self, *, target_programs: int = 132 * 8, tile_rows: int = 128) -> WorkList:
+    def work(self, *, target_programs: int = 132 * 8, tile_rows: int = 128, split_step: int = SPLIT_STEP) -> WorkList:
         return allocate_work_list(
             max_rows=len(self.starts),
             max_tokens=self.num_tokens,
@@ -121,6 +125,7 @@ class Step:
             device=DEVICE,
             target_programs=target_programs,
             tile_rows=tile_rows,
+            split_step=split_step,
         )
 
     def build(self, work: WorkList) -> None:
@@ -159,9 +164,6 @@ class Step:
         )
 
     def exact(self) -> Tensor:
-        position = torch.from_numpy(
-            np.concatenate([np.arange(s, s + n) for s, n in zip(self.starts, self.lengths, strict=True)])
-        )
         return reference.paged_attention(
             self.q.float(),
             self.kv[0].float(),
@@ -170,8 +172,8 @@ class Step:
                 row_start=self.starts,
                 row_len=self.lengths,
                 row_slot=self.row_slot.long(),
-                positions=position.to(DEVICE),
-                kv_index=position,  # not read
+                positions=self.positions.long(),
+                kv_index=self.kv_index.long(),
                 page_table=self.page_table,
             ),
             scale=self.scale,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from attention import LLAMA, PAGE, QWEN, SMOLLM, Case, Shape, Step, decode_case
+from attention import LLAMA, QWEN, SMOLLM, Case, Shape, Step, decode_case
 from bench_device import BYTES_PER_US, DEVICE, DTYPE, SMOKE
 from graph_timer import median_us
 from torch import Tensor
@@ -29,7 +29,7 @@ from gpu_runner.kernels.cuda_ops import CudaOps
 from gpu_runner.kernels.norm_rope import qk_norm_rope_write
 from gpu_runner.kernels.reference import rope_cos_sin
 from gpu_runner.kernels.residual import NormedLinear, Residual
-from gpu_runner.kernels.work_list import WorkList, allocate_work_list
+from gpu_runner.kernels.work_list import WorkList
 
 LAYERS = 28
 MOST_WEIGHT_BYTES = 4e9
@@ -65,9 +65,6 @@ class Layers:
         self.step = step = Step(shape, case, layers=layers)
         rows = step.num_tokens
         width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-        self.positions = torch.from_numpy(step.starts).to(DEVICE)
-        page = step.page_table.cpu()[torch.arange(rows), torch.from_numpy(step.starts) // PAGE]
-        self.kv_index = (page * PAGE + torch.from_numpy(step.starts) % PAGE).to(torch.int32).to(DEVICE)
         half = shape.head_dim // 2
         self.inv_freq = (BASE ** -(torch.arange(half, device=DEVICE) / half)).float()
         self.rotation = rope_cos_sin(torch.arange(int(step.starts.max()) + 1, device=DEVICE), self.inv_freq)
@@ -86,13 +83,8 @@ class Layers:
         self.ops = CudaOps.for_weights(shapes, max_tokens=rows, device=DEVICE)
 
     def work(self, choice: Choice) -> WorkList:
-        step = self.step
-        work = allocate_work_list(
-            max_rows=len(step.starts), max_tokens=step.num_tokens, num_heads=step.shape.heads,
-            num_kv_heads=step.shape.kv_heads, head_dim=step.shape.head_dim, window=None, device=DEVICE,
-            target_programs=choice.target_programs, split_step=choice.split_step,
-        )  # fmt: skip
-        step.build(work)
+        work = self.step.work(target_programs=choice.target_programs, split_step=choice.split_step)
+        self.step.build(work)
         return work
 
     def attend(self, qkv: Tensor, kv_layer: Tensor, work: WorkList, choice: Choice) -> Tensor:
@@ -101,14 +93,14 @@ class Layers:
         norms: dict[str, Any] = {"q_norm": self.q_norm, "k_norm": self.k_norm, "eps": EPS}
         if choice.tiling is None:
             q = qk_norm_rope_write(
-                qkv, self.positions, self.kv_index, self.inv_freq, kv_layer, num_heads=step.shape.heads, **norms
+                qkv, step.positions, step.kv_index, self.inv_freq, kv_layer, num_heads=step.shape.heads, **norms
             )
             out = torch.empty_like(q)
             decode_attention(q, kv_layer, out, work, **shared)
             return out
         out = torch.empty_like(step.q)
         fused_decode_attention(
-            qkv, kv_layer, out, work, positions=self.positions, kv_index=self.kv_index, rotation=self.rotation,
+            qkv, kv_layer, out, work, positions=step.positions, kv_index=step.kv_index, rotation=self.rotation,
             tiling=choice.tiling, **norms, **shared,
         )  # fmt: skip
         return out
