@@ -1,16 +1,19 @@
 """Tune a decoder's linear layers where they run: in one CUDA graph of all layers, each with weights of its own.
 
-A layer is norm + qkv, a stand-in for attention (one small kernel with a programmatic launch), o + residual, norm +
-gate/up + SiLU, down + residual, by `CudaOps` itself, so that what one kernel leaves for the next (its tail, the wait,
-the cache) is counted, and norms are where it puts them: in their neighbours, or kernels of their own. Linear after
-linear, the graph with each way of it is timed against the graph of the best so far, replay by replay in turns, then
-again with the best few; a way is taken if it makes the whole layer shorter by more than the noise. Each way is first
-checked against float32, with the linear on the other side of the norm. The head is timed alone.
+A layer is norm + qkv + attention, o + residual, norm + gate/up + SiLU, down + residual, by `CudaOps` itself, so that
+what one kernel leaves for the next (its tail, the wait, the cache, room to start early) is counted, and norms are where
+it puts them: in their neighbours, or kernels of their own. Attention is that of a step that decodes, or prefills chunks
+(see `chain_attention`), and each layer has pages of its own. Linear after linear, the graph with each way of it is
+timed against the graph of the best so far, replay by replay in turns, then again with the best few; a way is taken if
+it makes the whole layer shorter by more than the noise. Each way is first checked against float32, with the linear on
+the other side of the norm. The head is timed alone. Where `choose_heads` names a tile, the layers compute qkv with it
+and ask `choose` for the others only: qkv is `linear_heads.py`'s to tune then.
 
 Prints, for each number of tokens, us per layer with what `choose` names (before), with the best (after; both graphs in
-turns again), and the floor: the weights' bytes or the arithmetic, whichever takes longer. Of each linear, us per layer
-with the way taken, with cuBLAS and with the best few others. All us are ratios, times what the first graph took at
-first. `--models 0.6b,8b`, `--tokens 1,8` (prefill: 2048), `--no-head`, `--json FILE`, or `--smoke` without a GPU.
+turns again), and the floor: bytes of weights, keys and values, or the arithmetic, whichever takes longer. Of each
+linear, us per layer with the way taken, with cuBLAS and with the best few others. All us are ratios, times what the
+first graph took at first. `--models 0.6b,8b`, `--tokens 1,8` (prefill: 2048), `--no-head`, `--json FILE`, or `--smoke`
+without a GPU.
 """
 
 from __future__ import annotations
@@ -28,16 +31,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attention import Shape
 from bench_device import BYTES_PER_US, CANNOT_RUN, DEVICE, DTYPE, SMOKE
+from chain_attention import ChainAttention
 from graph_timer import GraphTimer, Run
 from linear_ways import ACROSS_NORM, CUBLAS, Linear, Way, chosen_way, compile_key, short, ways_of
-from stand_in_attention import stand_in_attention
 from torch import Tensor
 
 from gpu_runner.kernels import reference
 from gpu_runner.kernels.cuda_ops import CudaOps
 from gpu_runner.kernels.linear import SplitScratch
-from gpu_runner.kernels.linear_config import NUM_PROGRAMS, LinearConfig
+from gpu_runner.kernels.linear_config import NUM_PROGRAMS, LinearConfig, choose_heads
 from gpu_runner.kernels.residual import NormedLinear, Residual
 
 EPS = 1e-6
@@ -60,6 +64,8 @@ class Model:
     kv_heads: int  # columns of all key heads
     inner: int
     vocab: int
+    head_dim: int = 128
+    norms_heads: bool = False  # query and key heads, that is
 
     def floor_us(self, name: str, tokens: int) -> float:
         """Of a linear on an H200."""
@@ -76,12 +82,21 @@ class Model:
         }
         return Linear(name, *shapes[name])
 
+    def tuned(self, tokens: int) -> tuple[str, ...]:
+        """The linears of a layer that are computed as `choose` says."""
+        qkv = self.linear("qkv")
+        return LAYER if choose_heads(tokens, qkv.n, qkv.k, self.head_dim) is None else LAYER[1:]
+
+    def attention(self, tokens: int, *, layers: int) -> ChainAttention:
+        shape = Shape("", self.heads // self.head_dim, self.kv_heads // self.head_dim, self.head_dim)
+        return ChainAttention(shape, tokens, layers=layers, norms_heads=self.norms_heads)
+
 
 MODELS = {
-    "0.6b": Model(28, 1024, 2048, 1024, 3072, 151936),
+    "0.6b": Model(28, 1024, 2048, 1024, 3072, 151936, norms_heads=True),
     "8b": Model(16, 4096, 4096, 1024, 14336, 128256),
-    "135m": Model(30, 576, 576, 192, 1536, 49152),
-    "smoke": Model(1, 32, 64, 16, 48, 96),
+    "135m": Model(30, 576, 576, 192, 1536, 49152, head_dim=64),
+    "smoke": Model(1, 32, 64, 32, 48, 96, head_dim=32, norms_heads=True),
 }
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
@@ -96,7 +111,6 @@ class Chain:
         self.norm = random_normal(model.hidden)
         self.layers = [{name: self._weight(model.linear(name)) for name in LAYER} for _ in range(layers)]
         self.head = self._weight(model.linear("head")) if head else None
-        self.names = (*LAYER, "head") if head else LAYER
         scratch = SplitScratch.allocate(max_values=SCRATCH_VALUES, max_tiles=SCRATCH_TILES, device=DEVICE)
         self.ops = CudaOps(scratch=scratch, choose=self._choose)
 
@@ -105,13 +119,13 @@ class Chain:
 
     def choose_all(self, tokens: int) -> dict[str, Way]:
         """Set what the table names, and return it."""
-        chosen = {name: chosen_way(self.model.linear(name), tokens) for name in self.names}
+        chosen = {name: chosen_way(self.model.linear(name), tokens) for name in (*LAYER, "head")}
         for name, way in chosen.items():
             self.set(self.model.linear(name), way)
         return chosen
 
     def apply(self, name: str, weights: dict[str, Tensor], values: dict[str, Tensor], residual: Residual) -> None:
-        """One linear as the decoder calls it. values: the tensors between the linears."""
+        """One linear as the decoder calls it, qkv without attention. values: the tensors between the linears."""
         ops = self.ops
         if name == "qkv":
             values["qkv"] = ops.norm_linear(residual, self._normed(weights[name]))
@@ -131,22 +145,22 @@ class Chain:
 
     def values(self, tokens: int) -> dict[str, Tensor]:
         model = self.model
-        columns = {"residual": model.hidden, "qkv": model.linear("qkv").n, "heads": model.heads, "inner": model.inner}
+        columns = {"residual": model.hidden, "heads": model.heads, "inner": model.inner}
         return {name: random_normal(tokens, width) for name, width in columns.items()}
 
-    def capture(self, given: dict[str, Tensor]) -> Run:
-        """All layers as they are set, on `values` that must outlive it; each has its qkv at the end, so that all norms
-        stand between linears."""
-        values = dict(given)
+    def run(self, given: dict[str, Tensor], attention: ChainAttention, *, layers: int) -> None:
+        """The first layers as they are set; each has its qkv and attention at the end, so that all norms stand between
+        linears."""
+        values, residual = dict(given), Residual(given["residual"])
+        for index, weights in enumerate(self.layers[:layers]):
+            for name in ("o", "gate_up", "down"):
+                self.apply(name, weights, values, residual)
+            values["heads"] = attention.attend(self.ops, residual, self._normed(weights["qkv"]), index)
 
-        def run() -> None:
-            residual = Residual(values["residual"])
-            for weights in self.layers:
-                stand_in_attention(values["qkv"], values["heads"])
-                for name in ("o", "gate_up", "down", "qkv"):
-                    self.apply(name, weights, values, residual)
-
-        return self.timer.capture(run)
+    def capture(self, given: dict[str, Tensor], attention: ChainAttention) -> Run:
+        """All layers as they are set, on what must outlive it; one runs before, to load the kernels of all."""
+        self.run(given, attention, layers=1)
+        return self.timer.capture(lambda: self.run(given, attention, layers=len(self.layers)))
 
     def capture_head(self, given: dict[str, Tensor], way: Way) -> Run:
         self.set(self.model.linear("head"), way)
@@ -224,7 +238,8 @@ class Tuned:
     tokens: int
     before_us: float  # a layer
     after_us: float
-    before: dict[str, str]  # of each linear
+    floor_us: float
+    before: dict[str, str]  # of each linear that is tuned
     after: dict[str, str]
     layer_us: dict[str, dict[str, float]]  # of each linear and way, the shortest first
     worst_error: float
@@ -235,7 +250,8 @@ def tune(chain: Chain, tokens: int) -> Tuned:
     before = chain.choose_all(tokens)
     right: dict[str, list[Way]] = {}
     worst_error = 0.0
-    for name in chain.names:
+    names = chain.model.tuned(tokens)
+    for name in names if chain.head is None else (*names, "head"):
         linear = chain.model.linear(name)
         errors = chain.errors(linear, tokens, _ways(linear, tokens))
         right[name] = [way for way, error in errors.items() if error < MAX_ERROR]
@@ -243,28 +259,27 @@ def tune(chain: Chain, tokens: int) -> Tuned:
         for way in errors.keys() - set(right[name]):
             print(f"WRONG T={tokens} {name} {short(way)}: error {errors[way]:.3g}", flush=True)
         chain.set(linear, before[name])
-    values = chain.values(tokens)
-    stand_in_attention(values["qkv"], values["heads"])
 
-    descent = Descent(chain, values, {name: before[name] for name in LAYER})
-    for name in LAYER:
+    descent = Descent(chain, tokens, {name: before[name] for name in names})
+    for name in names:
         descent.improve(name, right[name])
-    for name in LAYER:
+    for name in names:
         descent.improve(name, descent.best_of(name, FINALISTS), precision=FINAL_PRECISION)
     timer, first_us = chain.timer, descent.first_us / len(chain.layers)
     head_us: dict[Way, float] = {}
-    if "head" in chain.names:
-        first_head = chain.capture_head(values, before["head"])
+    if chain.head is not None:
+        first_head = chain.capture_head(descent.values, before["head"])
         first_head_us = timer.us(first_head) / HEAD_LAUNCHES
         for way in right["head"]:
-            head_us[way] = first_head_us * timer.ratio(chain.capture_head(values, way), first_head)
+            head_us[way] = first_head_us * timer.ratio(chain.capture_head(descent.values, way), first_head)
     return Tuned(
         tokens=tokens,
         before_us=first_us,
         after_us=first_us * timer.ratio(descent.standing, descent.first, precision=FINAL_PRECISION),
-        before={name: short(before[name]) for name in LAYER},
-        after={name: short(descent.best[name]) for name in LAYER},
-        layer_us={name: _sorted(descent.ratios[name], first_us) for name in LAYER},
+        floor_us=sum(chain.model.floor_us(name, tokens) for name in LAYER) + descent.attention.floor_us,
+        before={name: short(before[name]) for name in names},
+        after={name: short(descent.best[name]) for name in names},
+        layer_us={name: _sorted(descent.ratios[name], first_us) for name in names},
         worst_error=worst_error,
         head_us=_sorted(head_us, 1.0),
     )
@@ -277,13 +292,14 @@ def _sorted(times: dict[Way, float], scale: float) -> dict[str, float]:
 class Descent:
     """A graph with the best ways so far, and how those of one linear compare with it."""
 
-    def __init__(self, chain: Chain, values: dict[str, Tensor], best: dict[str, Way]) -> None:
+    def __init__(self, chain: Chain, tokens: int, best: dict[str, Way]) -> None:
         self._chain = chain
-        self._values = values
+        self.values = chain.values(tokens)
+        self.attention = chain.model.attention(tokens, layers=len(chain.layers))
         self._standing_ratio = 1.0
         self.best = best
         self.ratios: dict[str, dict[Way, float]] = {name: {} for name in best}  # to `first`
-        self.first = self.standing = chain.capture(values)
+        self.first = self.standing = chain.capture(self.values, self.attention)
         self.first_us = chain.timer.us(self.first)
 
     def best_of(self, name: str, count: int) -> list[Way]:
@@ -311,7 +327,7 @@ class Descent:
 
     def _capture(self, linear: Linear, way: Way) -> Run:
         self._chain.set(linear, way)
-        return self._chain.capture(self._values)
+        return self._chain.capture(self.values, self.attention)
 
     def _ratio(self, graph: Run, precision: int) -> float:
         return self._chain.timer.ratio(graph, self.standing, precision=precision)
@@ -324,21 +340,26 @@ def _ways(linear: Linear, tokens: int) -> list[Way]:
 
 def compile_part(names: list[str], token_counts: list[int], part: int, parts: int, *, head: bool) -> None:
     """Launch one part of the ways once, so that Triton's cache has them."""
-    keyed: dict[Any, tuple[str, Linear, int, Way]] = {}
-    for model, tokens, name in product(names, token_counts, (*LAYER, "head") if head else LAYER):
-        linear = MODELS[model].linear(name)
-        across = chosen_way(MODELS[model].linear(ACROSS_NORM.get(name, name)), tokens)
-        for way in _ways(linear, tokens):
-            if not isinstance(way, str):
-                keyed.setdefault(compile_key(linear, tokens, way, across), (model, linear, tokens, way))
+    keyed: dict[Any, tuple[str, Linear | None, int, Way]] = {}
+    for model, tokens in product(names, token_counts):
+        keyed[model, tokens] = model, None, tokens, CUBLAS  # the layer as `choose` has it, for its attention
+        for name in (*MODELS[model].tuned(tokens), *["head"] * head):
+            linear = MODELS[model].linear(name)
+            across = chosen_way(MODELS[model].linear(ACROSS_NORM.get(name, name)), tokens)
+            for way in _ways(linear, tokens):
+                if not isinstance(way, str):
+                    keyed.setdefault(compile_key(linear, tokens, way, across), (model, linear, tokens, way))
     mine = list(keyed.values())[part::parts]
     for model in names:
         chain = Chain(MODELS[model], layers=1, head=head)
         for _, linear, tokens, way in (item for item in mine if item[0] == model):
             chain.choose_all(tokens)
-            chain.set(linear, way)
             values = chain.values(tokens)
             try:
+                if linear is None:
+                    chain.run(values, chain.model.attention(tokens, layers=1), layers=1)
+                    continue
+                chain.set(linear, way)
                 if linear.name == "head":
                     chain.logits(values["residual"])
                 else:
@@ -355,16 +376,15 @@ def compile_all(workers: int) -> None:
         raise SystemExit("a compiling process failed")
 
 
-def print_table(model: Model, results: list[Tuned], num_layers: int) -> None:
+def print_table(results: list[Tuned], num_layers: int) -> None:
     for r in results:
-        floor = sum(model.floor_us(name, r.tokens) for name in LAYER)
         head = " head " + ", ".join(f"{us:.1f} {way}" for way, us in list(r.head_us.items())[:2]) if r.head_us else ""
         print(
-            f"T={r.tokens} layer us: before {r.before_us:.2f} after {r.after_us:.2f} floor {floor:.2f}; saved a step "
-            f"{(r.before_us - r.after_us) * num_layers / 1e3:.3f} ms; worst error {r.worst_error:.1e}{head}",
+            f"T={r.tokens} layer us: before {r.before_us:.2f} after {r.after_us:.2f} floor {r.floor_us:.2f}; saved "
+            f"{(r.before_us - r.after_us) * num_layers / 1e3:.3f} ms a step; worst error {r.worst_error:.1e}{head}",
             flush=True,
         )
-        for name in LAYER:
+        for name in r.after:
             times, taken, was = r.layer_us[name], r.after[name], r.before[name]
             others = [way for way in times if way not in (taken, was)][:2]
             shown = dict.fromkeys([taken, was, *others, *[way for way in (CUBLAS,) if way in times]])
@@ -401,7 +421,7 @@ def main() -> None:
                 chain = Chain(model, layers=model.layers, head=head)
                 found[name] = [tune(chain, tokens) for tokens in token_counts]
             print(f"{name} after {time.perf_counter() - began:.0f} s", flush=True)
-            print_table(model, found[name], {"8b": 32}.get(name, model.layers))
+            print_table(found[name], {"8b": 32}.get(name, model.layers))
     if arguments.json:
         results = {name: [asdict(result) for result in results] for name, results in found.items()}
         arguments.json.write_text(json.dumps(results, indent=1))

@@ -33,10 +33,6 @@ from gpu_runner.kernels.residual import NormedLinear, Residual
 EPS = 1e-6
 MAX_ERROR = 1e-2
 MAX_POSITION = 30_000
-NORMED = ("0.6b", "smoke")
-"""Models that norm their query and key heads."""
-HEAD_DIMS = {"135m": 64, "smoke": 16}
-"""Of models in which it is not 128."""
 _NARROW = TileConfig(tokens=64, rows=128, block_k=128, stages=4, num_warps=4, group=16, prefetch_k=256)
 _WIDE = replace(_NARROW, tokens=128, block_k=64, stages=6, num_warps=8)
 _LARGE = TileConfig(tokens=128, rows=256, block_k=64, stages=4, num_warps=8, group=16)
@@ -50,7 +46,7 @@ LARGE_TILES = (
     *(_LARGE, replace(_LARGE, group=8), replace(_LARGE, stages=3), replace(_LARGE, tokens=256, rows=128)),
     *(replace(_LARGE, rows=128, stages=3), replace(_LARGE, rows=128, stages=3, num_warps=4)),
 )
-SMOKE_TILES = (TileConfig(tokens=16, rows=32, block_k=16, stages=2, num_warps=4, group=4),)
+SMOKE_TILES = (TileConfig(tokens=16, rows=64, block_k=16, stages=2, num_warps=4, group=4),)
 
 
 def tiles(tokens: int) -> tuple[TileConfig, ...]:
@@ -64,7 +60,7 @@ class Bench:
 
     def __init__(self, name: str, most: int, *, layers: int | None = None) -> None:
         self.name, self.model = name, MODELS[name]
-        self.head_dim = HEAD_DIMS.get(name, 128)
+        self.head_dim = self.model.head_dim
         linear = self.model.linear("qkv")
         self.n, self.k = linear.n, linear.k
         count = layers or self.model.layers
@@ -77,7 +73,7 @@ class Bench:
         self.kv = torch.zeros(count, *planes, dtype=DTYPE, device=DEVICE)
         self.residual = random_normal(most, self.k)
         half = torch.arange(0, self.head_dim, 2, device=DEVICE) / self.head_dim
-        q_norm, k_norm = 1 + random_normal(2, self.head_dim) / 8 if name in NORMED else (None, None)
+        q_norm, k_norm = 1 + random_normal(2, self.head_dim) / 8 if self.model.norms_heads else (None, None)
         self.options: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "eps": EPS}
         self.inv_freq = (1e6**-half).float()
         self.positions = torch.randint(MAX_POSITION, (most,), dtype=torch.int32, device=DEVICE)
