@@ -185,8 +185,8 @@ def _attend(
     STAGES: tl.constexpr, WINDOW: tl.constexpr, MASK_ALL: tl.constexpr,
 ):  # fmt: skip
     """Attention of queries at `position`, [ROWS] of start .. end - 1, over the keys that they see: [ROWS, HEAD_DIM]
-    float32. Blocks of keys lie at multiples of BLOCK. Where a block goes beyond the pages with keys that some query
-    sees, or beyond `end`, the nearest are read instead, and masked."""
+    float32. Blocks of keys lie at multiples of BLOCK. Where a block goes beyond the keys that some query sees, the
+    nearest of those are read instead, and masked: what lies elsewhere may be NaN, which no share of 0 undoes."""
     key = tl.arange(0, BLOCK)
     lane = tl.arange(0, HEAD_DIM)
     seen_from = tl.maximum(start - WINDOW + 1, 0) if WINDOW > 0 else 0
@@ -197,8 +197,11 @@ def _attend(
     weight = tl.zeros((ROWS,), tl.float32)
     largest = tl.full((ROWS,), -1.0e30, tl.float32)
     for block in tl.range(first, end, BLOCK, num_stages=STAGES):
-        # Below 2**31: as many keys and values, of one layer and head, are more than 128 GiB.
-        row = page * (KV_HEADS * PAGE) + (tl.minimum(block + key, end - 1) & (PAGE - 1))
+        own = tl.minimum(block + key, end - 1)
+        if WINDOW > 0:
+            own = tl.maximum(own, seen_from)
+        # Below 2**31: as many keys and values of one layer are 128 GiB at least.
+        row = page * (KV_HEADS * PAGE) + (own & (PAGE - 1))
         place = kv + row.to(tl.int64)[:, None] * HEAD_DIM + lane[None, :]
         # The next block's, so that no load of keys waits for a load of pages.
         page = _pages(table, block + BLOCK, seen_from, end, WINDOW, PAGE, BLOCK)

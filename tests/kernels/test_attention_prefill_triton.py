@@ -124,9 +124,10 @@ def test_both_tilings_equal_softmax(tasks: int, programs: int | None) -> None:
 
 
 @pytest.mark.parametrize("tasks", [FEW, MANY])
-@pytest.mark.parametrize("window", [1, 16, 50, 64])
+@pytest.mark.parametrize("window", [1, 5, 16, 50, 64])
 def test_a_window_hides_all_earlier_keys(window: int, tasks: int) -> None:
-    chunks = [*CHUNKS, (200, 70)]
+    # The third of a block's pages is the last, and not full; with the least windows it is all that is seen.
+    chunks = [*CHUNKS, (200, 70), (37, 2)]
     step = make_step(
         decode_lens=[], chunks=chunks, heads=4, kv_heads=2, head_dim=64, max_rows=MAX_ROWS, dtype=DTYPE, device=DEVICE
     )
