@@ -109,8 +109,10 @@ class CudaOps:
 
     def _gained(self, values: Tensor, reader: NormedLinear | None, parts: int) -> Gained | None:
         """What a kernel that writes residuals `values` is to write too, in so many parts; None where their reader does
-        without."""
-        if reader is None or not isinstance(self._choose(values, reader.weight), DotConfig):
+        without, and in float16: a residual of some thousand times its gain may exceed it, as no norm does."""
+        if reader is None or values.dtype == torch.float16:
+            return None
+        if not isinstance(self._choose(values, reader.weight), DotConfig):
             return None
         return Gained.allocate(values, reader.gain, parts=parts)
 

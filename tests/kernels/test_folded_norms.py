@@ -152,3 +152,15 @@ def test_runs_repeat_exactly_into_memory_that_is_given(config: ModelConfig, weig
     given = torch.full_like(first, torch.nan)
     assert last_residual(config, weights, ops, 21, residual=given) is given
     assert torch.equal(first, given)
+
+
+def test_float16_holds_large_residuals_because_no_norm_lacks_its_root(norms: list[int]) -> None:
+    table = torch.full((2, 64), 30_000.0, dtype=torch.float16, device=DEVICE)
+    gain, weight = torch.full_like(table[0], 8.0), torch.eye(64, dtype=torch.float16, device=DEVICE)
+    reader = NormedLinear(gain, 1e-6, weight, None)
+    ops = CudaOps(choose=lambda x, weight: DOT)
+    residual = ops.embed(torch.zeros(3, dtype=torch.int32, device=DEVICE), table, reader)
+    ops.linear_add(torch.full_like(residual.values, 992.0), weight, None, residual, reader)
+    assert residual.values.unique().tolist() == [30_992.0]
+    assert ops.norm_linear(residual, reader).unique().tolist() == [8.0]
+    assert norms == [3]
