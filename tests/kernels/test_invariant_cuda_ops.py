@@ -3,10 +3,6 @@ are the same for every number of tokens."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +12,7 @@ import pytest
 import torch
 from support.attention_step import AttentionStep, exact_attention, make_step
 from support.random_model import write_config
+from support.without_gpu import run_without_gpu
 from torch import Tensor
 
 from gpu_runner.kernels.attention_prefill import prefill_attention
@@ -172,12 +169,7 @@ def test_an_overshoot_row_behind_its_last_page_reads_none_but_its_own() -> None:
 
 
 def test_all_numbers_of_tokens_and_rows_are_computed_by_the_same_kernels(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    command = [sys.executable, "-m", "support.compile_without_gpu", write_config(tmp_path), "--batch-invariant"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    kernels = Counter(json.loads(run.stdout))
+    kernels = Counter(run_without_gpu(write_config(tmp_path), "--batch-invariant"))
     weights = 5  # of a layer, and the head
     assert kernels["linear_tile_kernel"] == weights
     once = ("_rms_norm_kernel", "_qk_norm_rope_write_kernel", "_prefill_kernel", "parts_kernel")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.without_gpu import run_without_gpu
 
 from gpu_runner.kernels.linear_config import choose_heads
 from gpu_runner.schedule.buckets import token_buckets
@@ -33,22 +31,9 @@ CONFIG = {
 }
 
 
-def run_without_gpu(folder: Path, cache: Path, *options: str) -> Any:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {
-        "DISABLE_PTXAS_OPT": "1",
-        "TRITON_CACHE_DIR": str(cache),
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    }
-    command = [sys.executable, "-m", "support.compile_without_gpu", str(folder), *options]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
-
-
 def test_a_start_compiles_every_kernel_and_the_next_one_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    done = run_without_gpu(tmp_path, tmp_path / "cache")
+    done = run_without_gpu(tmp_path, cache=tmp_path / "cache")
     (kernels, compiled, known), again = done["results"]
     # What was compiled lies where a launch of the same kernel looks for it, and on disk.
     assert kernels == compiled == known > 20
@@ -61,20 +46,20 @@ def test_a_start_compiles_every_kernel_and_the_next_one_none(tmp_path: Path) -> 
 def test_the_rehearsal_finds_the_kernels_of_every_layer(tmp_path: Path, windows: dict[str, Any]) -> None:
     # Every linear layer has a shape of its own.
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | windows | {"intermediate_size": 192}))
-    of_all_layers, rehearsed = run_without_gpu(tmp_path, tmp_path / "cache", "--every-layer")
+    of_all_layers, rehearsed = run_without_gpu(tmp_path, "--every-layer")
     assert set(of_all_layers) == set(rehearsed)
 
 
 def test_steps_of_many_tokens_have_no_kernel_between_the_product_and_its_heads(tmp_path: Path) -> None:
     wide = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | wide))
-    names = run_without_gpu(tmp_path, tmp_path / "cache", "--names", "512")
+    names = run_without_gpu(tmp_path, "--names", "512")
     of_tokens = [choose_heads(tokens, 4096, 1024, 128) for tokens in token_buckets(512)]
     assert names.count("linear_heads_kernel") == len(set(of_tokens) - {None}) > 0
 
 
 def test_long_steps_have_a_prefill_kernel_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_attention_heads": 16, "num_key_value_heads": 16}))
-    names = run_without_gpu(tmp_path, tmp_path / "cache", "--names", "4096")
+    names = run_without_gpu(tmp_path, "--names", "4096")
     # 4096 tokens of 16 KV heads are 512 tasks, 128 queries each.
     assert names.count("_prefill_kernel") == 2

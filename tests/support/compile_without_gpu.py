@@ -4,10 +4,12 @@
     python -m support.compile_without_gpu MODEL_FOLDER --names TOKENS
     python -m support.compile_without_gpu MODEL_FOLDER --batch-invariant
     python -m support.compile_without_gpu MODEL_FOLDER --every-layer
+    python -m support.compile_without_gpu MODEL_FOLDER --order TOKENS
 
 With an option nothing is compiled. What is printed is the name of each kernel that an engine of 64 rows and steps of up
 to TOKENS tokens would have, or a batch-invariant one; or of each that an engine would have if it rehearsed every layer
-of the model, and of each that it has.
+of the model, and of each that it has. --order: of each of such an engine's graphs, every launch in order, a kernel's
+name and whether it lets the next one start behind its own wait only.
 
 A process of its own: the tests' one runs Triton's interpreter instead of its compiler.
 """
@@ -27,7 +29,7 @@ from triton.runtime.driver import driver
 
 from asyncengine.config import PAGE_SIZE, EngineConfig
 from gpu_runner.device import build_gpu
-from gpu_runner.kernels.kernel_compiler import KernelCompiler
+from gpu_runner.kernels.kernel_compiler import KernelCompiler, _launches_go_to
 from gpu_runner.models.registry import read_model_config, sketch_model
 
 KV_CACHE_TOKENS = 256
@@ -76,12 +78,33 @@ def list_kernels(rehearse: Callable[[], None]) -> list[str]:
     return [f"{name} {key}" for _, name, key in compiler._found]
 
 
-def rehearse_every_layer(build: build_gpu.GpuBuild) -> None:
+def works_of_every_layer(build: build_gpu.GpuBuild) -> list[Callable[[], None]]:
     decoder = sketch_model(build._model, dtype=build._dtype, ops=build._ops(build_gpu.META))
     num_pages = KV_CACHE_TOKENS // PAGE_SIZE + 1
-    for kind in build._make_step(decoder, build._model, build_gpu.META, num_pages=num_pages).works():
-        for work, _ in kind:
+    step = build._make_step(decoder, build._model, build_gpu.META, num_pages=num_pages)
+    return [work for kind in step.works() for work, _ in kind]
+
+
+def rehearse_every_layer(build: build_gpu.GpuBuild) -> None:
+    for work in works_of_every_layer(build):
+        work()
+
+
+def list_launches(build: build_gpu.GpuBuild) -> list[list[tuple[str, bool]]]:
+    """Of each graph. A kernel that never lets the next one start does so at its end."""
+    graphs: list[list[tuple[str, bool]]] = []
+
+    def note(*, fn: Any, **_: object) -> bool:
+        source = fn.jit_function.src
+        trigger = source.find("gdc_launch_dependents")
+        graphs[-1].append((fn.name.rpartition(".")[2], trigger < 0 or source.index("gdc_wait") < trigger))
+        return True
+
+    with torch.inference_mode(), _launches_go_to(note):
+        for work in works_of_every_layer(build):
+            graphs.append([])
             work()
+    return graphs
 
 
 def main() -> None:
@@ -96,7 +119,7 @@ def main() -> None:
         print(json.dumps([list_kernels(lambda: rehearse_every_layer(build)), list_kernels(build._rehearse)]))
         return
     if options:
-        tokens = int(options[1]) if options[0] == "--names" else 512
+        tokens = int(options[1]) if options[0] in ("--names", "--order") else 512
         config = msgspec.structs.replace(
             config,
             max_num_seqs=64,
@@ -104,7 +127,11 @@ def main() -> None:
             kv_cache_tokens=2 * tokens,
             batch_invariant=options == ["--batch-invariant"],
         )
-        print(json.dumps([kernel.split()[0] for kernel in list_kernels(made_up_build(model, config)._rehearse)]))
+        build = made_up_build(model, config)
+        if options[0] == "--order":
+            print(json.dumps(list_launches(build)))
+        else:
+            print(json.dumps([kernel.split()[0] for kernel in list_kernels(build._rehearse)]))
         return
     build = made_up_build(model, config)
     results, progress = [], []
