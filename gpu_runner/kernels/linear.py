@@ -83,9 +83,11 @@ def linear(
     With a `DotConfig` only, x may be a norm that lacks its root; and gained, unless gate_up, is such a norm of `out`
     that is written too, in `row_tiles` parts.
 
-    Raises ValueError for a split configuration without a scratch that holds it, and for a norm that lacks its root with
-    another than a `DotConfig`.
+    Raises ValueError for a split configuration without a scratch that holds it, and for a norm that the configuration
+    does not take or write.
     """
+    if norm is not None and not isinstance(config, FmaConfig):
+        raise ValueError(f"{config} does not norm its input")
     squares = None
     if isinstance(x, Gained):
         squares, x = x.squares, x.values

@@ -307,6 +307,13 @@ def test_only_one_of_the_kernels_takes_or_writes_a_norm_without_its_root(config:
         linear.linear(given.x, given.weight, out=given.residual, config=config, add=True, gained=written)
 
 
+@pytest.mark.parametrize("config", [DOT_CONFIGS[0], TILE_CONFIGS[0]], ids=pytest_ids)
+def test_a_norm_is_refused_where_it_would_not_be_taken(config: LinearConfig) -> None:
+    given = draw(2, DTYPES[0])
+    with pytest.raises(ValueError, match="does not norm its input"):
+        linear.linear(given.x, given.weight, out=given.residual, config=config, norm=given.norm, eps=EPS)
+
+
 @pytest.mark.parametrize("size", [(3 * 8 * N - 1, 64), (3 * 8 * N, 1)])
 def test_a_scratch_too_small_is_refused(size: tuple[int, int]) -> None:
     given = draw(8, DTYPES[0])
