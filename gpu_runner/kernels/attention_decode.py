@@ -73,9 +73,9 @@ def decode_attention(
     Writes the rows below counts[0] and zeros to the padding, tokens counts[2] .. T - 1; leaves the rest. Fixed inside a
     graph: all addresses and shapes. Launches decode_items(T) x num_kv_heads programs.
 
-    List and page table are read before the wait (PDL). So the kernels that wrote them must have ended when the kernel
-    launched just before this one starts, as all have that run before a kernel which lets the next one start behind its
-    own wait only.
+    List, counts and page table are read before the wait (PDL). So the kernels that wrote them must have ended when the
+    kernel launched just before this one starts, as all have that run before a kernel which lets the next one start
+    behind its own wait only.
     """
     num_tokens, num_heads, head_dim = q.shape
     _, _, num_kv_heads, page_size, _ = kv_layer.shape
@@ -147,7 +147,7 @@ def _decode_kernel(
     lane = tl.arange(0, HEAD_DIM)
     key = tl.arange(0, BLOCK)
 
-    # The list and the page table are older than the kernel that this one waits for, which found them written.
+    # All of these are older than the kernel that this one waits for, which found them written.
     live = index < tl.load(lengths)
     word = items + index * ITEM_WORDS
     row = tl.load(word, mask=live, other=0)

@@ -98,8 +98,9 @@ def qkv_norm_rope_write(
 
 @triton.jit
 def _cos_sin(angle, INTERPRETED: tl.constexpr):
-    """Of float32 angles up to some hundred thousand, to 1e-6: whole turns are taken off in two steps, of which the
-    second brings what float32 does not hold of a turn, and the rest is the multifunction unit's.
+    """Of float32 angles up to a million, and so of as many positions, to 1e-6; beyond, the error grows slowly. Whole
+    turns are taken off in two steps, of which the second brings what float32 does not hold of a turn, and the rest is
+    the multifunction unit's.
 
     The compiler's own functions are a tenth as fast, and a tile needs as many as it has sums.
     """
