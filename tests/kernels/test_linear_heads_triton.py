@@ -219,7 +219,7 @@ SHARED_BYTES = 227 << 10  # of an SM, in bf16
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
-@pytest.mark.parametrize("shape", [(4096, 1024), (6144, 4096), (6144, 1024), (960, 576)])
+@pytest.mark.parametrize("shape", [(4096, 1024), (6144, 4096), (6144, 1024), (960, 576), (3072, 2048), (4608, 3584)])
 def test_choice_is_of_many_tokens_and_one_that_the_kernel_can_run(shape: tuple[int, int], head_dim: int) -> None:
     for tokens in (1, 2, 4, 8, 16, 32, 64):
         assert choose_heads(tokens, *shape, head_dim) is None
