@@ -51,6 +51,8 @@ from gpu_runner.models.registry import sketch_model
 from gpu_runner.models.weights import linear_shapes
 
 META = torch.device("meta")
+HEAD_DIMS = (16, 32, 64, 128, 256)
+"""Of attention: powers of two, of which more do not fit an SM's shared memory."""
 ESTIMATE_MARGIN, MARGIN_BYTES = 0.05, 64 << 20
 """What the graphs' estimate may be too low by before they have to be captured again; kernels that the sample did not
 load are in it."""
@@ -255,9 +257,10 @@ def _run(stream: Stream, work: Work) -> None:
 
 def _check_supported(model: ModelConfig, device: torch.device) -> None:
     check_capability(torch.cuda.get_device_capability(device))
-    if model.head_dim & (model.head_dim - 1) or model.head_dim < 16:
+    if model.head_dim not in HEAD_DIMS:
         raise StartupError(
-            f"attention heads of {model.head_dim} dimensions are not supported on a GPU, only powers of two from 16 on"
+            f"attention heads of {model.head_dim} dimensions are not supported on a GPU, only of "
+            f"{', '.join(map(str, HEAD_DIMS))}"
         )
 
 

@@ -44,7 +44,7 @@ def prefill_tiling(*, tasks: int, head_dim: int, element_bytes: int = 2, all_row
     This outweighs what half the registers cost, spills and waits for each product: 404 us instead of 442 for 4096
     queries of 16 heads behind 4096 keys. But each task takes longer, and of few the longest decides, 74 us instead of
     49 for 2000 queries: so these go to programs that have all the registers, and a longer pipeline of keys and values.
-    More than 128 dimensions do not fit half the registers.
+    More than 128 dimensions do not fit half the registers, nor the longer pipeline the shared memory.
 
     With tiles of all rows, of 64 rows of queries, one warpgroup: two programs fit, for every number of tasks. Float32
     products run outside the tensor cores; only small tiles fit the registers.
@@ -57,7 +57,8 @@ def prefill_tiling(*, tasks: int, head_dim: int, element_bytes: int = 2, all_row
         return PrefillTiling(
             block_tokens=64, num_warps=8, num_stages=2, programs=2 * MULTIPROCESSORS, max_registers=128
         )
-    return PrefillTiling(block_tokens=64, num_warps=8, num_stages=3, programs=MULTIPROCESSORS)
+    num_stages = 3 if head_dim <= 128 else 2
+    return PrefillTiling(block_tokens=64, num_warps=8, num_stages=num_stages, programs=MULTIPROCESSORS)
 
 
 def prefill_attention(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,6 +56,9 @@ class MadeUpGpu:
 
     def drop_graphs(self) -> None:
         self.has_graphs = False
+
+
+check_supported = build_gpu._check_supported
 
 
 @pytest.fixture(autouse=True)
@@ -161,3 +165,11 @@ def test_an_error_of_the_stream_is_raised_where_it_is_waited_for() -> None:
 def test_the_made_up_pages_hold_token_ids_too() -> None:
     cache: Tensor = build_gpu.allocate_kv_cache(CONFIG, 3, torch.float32, CPU)
     assert cache.nbytes + 3 * TOKEN_ID_BYTES == 3 * PAGE
+
+
+@pytest.mark.parametrize("head_dim", [8, 96, 512])
+def test_heads_that_the_kernels_do_not_take_are_refused(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    check_supported(replace(CONFIG, head_dim=256), CPU)
+    with pytest.raises(StartupError, match=f"heads of {head_dim} dimensions .* only of 16, 32, 64, 128, 256"):
+        check_supported(replace(CONFIG, head_dim=head_dim), CPU)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -99,7 +100,16 @@ def test_two_programs_share_a_multiprocessor_where_tasks_are_many_and_registers_
     # 65,536 registers of a multiprocessor.
     assert (many.programs, many.max_registers) == (264, 65536 // (2 * 32 * many.num_warps))
     assert prefill_tiling(tasks=10 * MANY, head_dim=128) == prefill_tiling(tasks=MANY, head_dim=64) == many
-    assert prefill_tiling(tasks=10 * MANY, head_dim=256) == few
+    assert prefill_tiling(tasks=10 * MANY, head_dim=256) == prefill_tiling(tasks=1, head_dim=256)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("all_rows", [False, True])
+def test_queries_and_the_pipeline_of_keys_and_values_fit_the_shared_memory(all_rows: bool, head_dim: int) -> None:
+    for tasks, element_bytes in itertools.product((FEW, MANY), (2, 4)):
+        tiling = prefill_tiling(tasks=tasks, head_dim=head_dim, element_bytes=element_bytes, all_rows=all_rows)
+        rows = (64 if all_rows else 128) + 2 * tiling.num_stages * tiling.block_tokens
+        assert rows * head_dim * element_bytes <= 227 << 10  # of an SM
 
 
 @pytest.mark.parametrize("all_rows", [False, True])
