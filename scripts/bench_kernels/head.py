@@ -8,17 +8,15 @@ the fused ones' tokens, how many are not those of torch's logits, and how far be
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
 import torch
 from bench_device import BYTES_PER_US, CANNOT_RUN, DEVICE, DTYPE, SMOKE
+from bench_main import parser_of, run
+from bench_models import FLOPS_PER_US, MODELS, random_normal
 from graph_timer import median_us
-from linear import FLOPS_PER_US, MODELS, compile_all, random_normal
 from torch import Tensor
 
 from gpu_runner.kernels import norm_rope, reference_sampling
@@ -163,32 +161,14 @@ def compile_part(names: list[str], row_counts: list[int], part: int, parts: int)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="smoke" if SMOKE else "0.6b,8b")
-    parser.add_argument("--rows", default="3,70" if SMOKE else "1,8,32,64,128,256,512")
-    parser.add_argument("--workers", type=int, default=1 if SMOKE else 16, help="processes that compile")
-    parser.add_argument("--smoke", action="store_true", help="tiny shapes under Triton's interpreter")
-    parser.add_argument("--part", help="compile one part, for the parent process")
-    arguments = parser.parse_args()
-    began = time.perf_counter()
-    torch.manual_seed(0)
-    names, row_counts = arguments.models.split(","), [int(rows) for rows in arguments.rows.split(",")]
-    with torch.inference_mode():
-        if arguments.part:
-            part, parts = map(int, arguments.part.split("/"))
-            compile_part(names, row_counts, part, parts)
-            return
-        if not SMOKE:
-            compile_all(arguments.workers)
-            print(f"compiled after {time.perf_counter() - began:.0f} s", flush=True)
-        with nullcontext() if SMOKE else torch.cuda.stream(torch.cuda.Stream()):
-            for name in names:
-                bench = Bench(name)
-                for noise in (False, True):
-                    for rows in row_counts:
-                        bench.compare(name, rows, noise=noise)
-                del bench
-    print(f"done after {time.perf_counter() - began:.0f} s")
+    def measure(name: str, row_counts: list[int]) -> None:
+        bench = Bench(name)
+        for noise in (False, True):
+            for rows in row_counts:
+                bench.compare(name, rows, noise=noise)
+
+    parser = parser_of(__doc__, counts="rows", default="1,8,32,64,128,256,512", smoke="3,70")
+    run(parser.parse_args(), compile_part, measure)
 
 
 if __name__ == "__main__":

@@ -18,21 +18,19 @@ without a GPU.
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
-import sys
-import time
 from collections.abc import Iterable
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from attention import Shape
-from bench_device import BYTES_PER_US, CANNOT_RUN, DEVICE, DTYPE, SMOKE
+from bench_device import CANNOT_RUN, DEVICE, SMOKE
+from bench_main import parser_of, run
+from bench_models import LAYER, MODELS, Model, random_normal
 from chain_attention import ChainAttention
 from graph_timer import GraphTimer, Run
 from linear_ways import ACROSS_NORM, CUBLAS, Linear, Way, chosen_way, compile_key, short, ways_of
@@ -52,53 +50,20 @@ WORTH_IT = 0.995
 """Of a layer's time: differences below are noise."""
 FINAL_PRECISION = 3
 SCRATCH_VALUES, SCRATCH_TILES = 2 * 2 * NUM_PROGRAMS * 128 * 256, 2 * NUM_PROGRAMS
-FLOPS_PER_US = 700e6
-LAYER = ("qkv", "o", "gate_up", "down")
 
 
-@dataclass(frozen=True)
-class Model:
-    layers: int  # of the graph: enough that L2 holds none of their weights at the next replay
-    hidden: int
-    heads: int  # columns of all query heads
-    kv_heads: int  # columns of all key heads
-    inner: int
-    vocab: int
-    head_dim: int = 128
-    norms_heads: bool = False  # query and key heads, that is
-
-    def floor_us(self, name: str, tokens: int) -> float:
-        """Of a linear on an H200."""
-        weights = self.linear(name).n * self.linear(name).k
-        return max(2 * weights / BYTES_PER_US, 2 * weights * tokens / FLOPS_PER_US)
-
-    def linear(self, name: str) -> Linear:
-        shapes = {
-            "qkv": (self.heads + 2 * self.kv_heads, self.hidden),
-            "o": (self.hidden, self.heads),
-            "gate_up": (2 * self.inner, self.hidden),
-            "down": (self.hidden, self.inner),
-            "head": (self.vocab, self.hidden),
-        }
-        return Linear(name, *shapes[name])
-
-    def tuned(self, tokens: int) -> tuple[str, ...]:
-        """The linears of a layer that are computed as `choose` says."""
-        qkv = self.linear("qkv")
-        return LAYER if choose_heads(tokens, qkv.n, qkv.k, self.head_dim) is None else LAYER[1:]
-
-    def attention(self, tokens: int, *, layers: int) -> ChainAttention:
-        shape = Shape("", self.heads // self.head_dim, self.kv_heads // self.head_dim, self.head_dim)
-        return ChainAttention(shape, tokens, layers=layers, norms_heads=self.norms_heads)
-
-
-MODELS = {
-    "0.6b": Model(28, 1024, 2048, 1024, 3072, 151936, norms_heads=True),
-    "8b": Model(16, 4096, 4096, 1024, 14336, 128256),
-    "135m": Model(30, 576, 576, 192, 1536, 49152, head_dim=64),
-    "smoke": Model(1, 32, 64, 32, 48, 96, head_dim=32, norms_heads=True),
-}
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+def tuned_of(model: Model, tokens: int) -> tuple[str, ...]:
+    """The linears of a layer that are computed as `choose` says."""
+    qkv = model.linear("qkv")
+    return LAYER if choose_heads(tokens, qkv.n, qkv.k, model.head_dim) is None else LAYER[1:]
+
+
+def attention_of(model: Model, tokens: int, *, layers: int) -> ChainAttention:
+    shape = Shape("", model.heads // model.head_dim, model.kv_heads // model.head_dim, model.head_dim)
+    return ChainAttention(shape, tokens, layers=layers, norms_heads=model.norms_heads)
 
 
 class Chain:
@@ -226,10 +191,6 @@ class Chain:
         return random_normal(linear.n, linear.k).mul_(linear.k**-0.5)
 
 
-def random_normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=DTYPE, device=DEVICE)
-
-
 @dataclass
 class Tuned:
     """What was found for one number of tokens. Times are us; of a linear's ways, a layer's with the others as they were
@@ -250,7 +211,7 @@ def tune(chain: Chain, tokens: int) -> Tuned:
     before = chain.choose_all(tokens)
     right: dict[str, list[Way]] = {}
     worst_error = 0.0
-    names = chain.model.tuned(tokens)
+    names = tuned_of(chain.model, tokens)
     for name in names if chain.head is None else (*names, "head"):
         linear = chain.model.linear(name)
         errors = chain.errors(linear, tokens, _ways(linear, tokens))
@@ -295,7 +256,7 @@ class Descent:
     def __init__(self, chain: Chain, tokens: int, best: dict[str, Way]) -> None:
         self._chain = chain
         self.values = chain.values(tokens)
-        self.attention = chain.model.attention(tokens, layers=len(chain.layers))
+        self.attention = attention_of(chain.model, tokens, layers=len(chain.layers))
         self._standing_ratio = 1.0
         self.best = best
         self.ratios: dict[str, dict[Way, float]] = {name: {} for name in best}  # to `first`
@@ -343,7 +304,7 @@ def compile_part(names: list[str], token_counts: list[int], part: int, parts: in
     keyed: dict[Any, tuple[str, Linear | None, int, Way]] = {}
     for model, tokens in product(names, token_counts):
         keyed[model, tokens] = model, None, tokens, CUBLAS  # the layer as `choose` has it, for its attention
-        for name in (*MODELS[model].tuned(tokens), *["head"] * head):
+        for name in (*tuned_of(MODELS[model], tokens), *["head"] * head):
             linear = MODELS[model].linear(name)
             across = chosen_way(MODELS[model].linear(ACROSS_NORM.get(name, name)), tokens)
             for way in _ways(linear, tokens):
@@ -357,7 +318,7 @@ def compile_part(names: list[str], token_counts: list[int], part: int, parts: in
             values = chain.values(tokens)
             try:
                 if linear is None:
-                    chain.run(values, chain.model.attention(tokens, layers=1), layers=1)
+                    chain.run(values, attention_of(chain.model, tokens, layers=1), layers=1)
                     continue
                 chain.set(linear, way)
                 if linear.name == "head":
@@ -366,14 +327,6 @@ def compile_part(names: list[str], token_counts: list[int], part: int, parts: in
                     chain.apply_across_norm(linear.name, values, Residual(values["residual"]))
             except CANNOT_RUN:
                 continue  # reported where it would be timed
-
-
-def compile_all(workers: int) -> None:
-    """Have processes of the running script compile a part each."""
-    parts = [subprocess.Popen([sys.executable, *sys.argv, "--part", f"{part}/{workers}"]) for part in range(workers)]
-    codes = [process.wait() for process in parts]
-    if any(codes):
-        raise SystemExit("a compiling process failed")
 
 
 def print_table(results: list[Tuned], num_layers: int) -> None:
@@ -393,38 +346,23 @@ def print_table(results: list[Tuned], num_layers: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="smoke" if SMOKE else "0.6b,8b", help=f"of {', '.join(MODELS)}")
-    parser.add_argument("--tokens", default="1,8,64" if SMOKE else ",".join(map(str, TOKENS)))
-    parser.add_argument("--workers", type=int, default=1 if SMOKE else 16, help="processes that compile")
+    parser = parser_of(__doc__, counts="tokens", default=",".join(map(str, TOKENS)), smoke="1,8,64")
     parser.add_argument("--no-head", action="store_true", help="of a layer's linears only")
     parser.add_argument("--json", type=Path, help="write all times here")
-    parser.add_argument("--smoke", action="store_true", help="tiny shapes under Triton's interpreter")
-    parser.add_argument("--part", help="compile one part, for the parent process")
     arguments = parser.parse_args()
-    began = time.perf_counter()
-    torch.manual_seed(0)
-    names, head = arguments.models.split(","), not arguments.no_head
-    token_counts = [int(count) for count in arguments.tokens.split(",")]
-    found: dict[str, list[Tuned]] = {}
-    with torch.inference_mode():
-        if arguments.part:
-            part, parts = map(int, arguments.part.split("/"))
-            compile_part(names, token_counts, part, parts, head=head)
-            return
-        if not SMOKE:
-            compile_all(arguments.workers)
-            print(f"compiled after {time.perf_counter() - began:.0f} s", flush=True)
-        for name in names:
-            model = MODELS[name]
-            with nullcontext() if SMOKE else torch.cuda.stream(torch.cuda.Stream()):
-                chain = Chain(model, layers=model.layers, head=head)
-                found[name] = [tune(chain, tokens) for tokens in token_counts]
-            print(f"{name} after {time.perf_counter() - began:.0f} s", flush=True)
-            print_table(found[name], {"8b": 32}.get(name, model.layers))
-    if arguments.json:
-        results = {name: [asdict(result) for result in results] for name, results in found.items()}
-        arguments.json.write_text(json.dumps(results, indent=1))
+    head = not arguments.no_head
+    found: dict[str, list[Any]] = {}
+
+    def measure(name: str, token_counts: list[int]) -> None:
+        model = MODELS[name]
+        chain = Chain(model, layers=model.layers, head=head)
+        results = [tune(chain, tokens) for tokens in token_counts]
+        print_table(results, {"8b": 32}.get(name, model.layers))
+        found[name] = [asdict(result) for result in results]
+
+    run(arguments, partial(compile_part, head=head), measure)
+    if arguments.json and not arguments.part:
+        arguments.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -10,16 +10,14 @@ the tiles, the fastest first. A tile whose queries, keys and values differ by ov
 
 from __future__ import annotations
 
-import argparse
-import time
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from bench_device import CANNOT_RUN, DEVICE, DTYPE, SMOKE
+from bench_main import parser_of, run
+from bench_models import MODELS, random_normal
 from graph_timer import GraphTimer, Run
-from linear import MODELS, compile_all, random_normal
 from linear_ways import CUBLAS, short
 from torch import Tensor
 
@@ -148,31 +146,13 @@ def compile_part(names: list[str], counts: list[int], part: int, parts: int) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="smoke" if SMOKE else "0.6b,8b")
-    parser.add_argument("--tokens", default="19,70" if SMOKE else "128,256,512,2048,4096,8192")
-    parser.add_argument("--workers", type=int, default=1 if SMOKE else 12, help="processes that compile")
-    parser.add_argument("--smoke", action="store_true", help="tiny shapes under Triton's interpreter")
-    parser.add_argument("--part", help="compile one part, for the parent process")
-    arguments = parser.parse_args()
-    began = time.perf_counter()
-    torch.manual_seed(0)
-    names, counts = arguments.models.split(","), [int(tokens) for tokens in arguments.tokens.split(",")]
-    with torch.inference_mode():
-        if arguments.part:
-            part, parts = map(int, arguments.part.split("/"))
-            compile_part(names, counts, part, parts)
-            return
-        if not SMOKE:
-            compile_all(arguments.workers)
-            print(f"compiled after {time.perf_counter() - began:.0f} s", flush=True)
-        for name in names:
-            with nullcontext() if SMOKE else torch.cuda.stream(torch.cuda.Stream()):
-                bench = Bench(name, max(counts))
-                for tokens in counts:
-                    bench.compare(tokens)
-                del bench
-    print(f"done after {time.perf_counter() - began:.0f} s")
+    def measure(name: str, counts: list[int]) -> None:
+        bench = Bench(name, max(counts))
+        for tokens in counts:
+            bench.compare(tokens)
+
+    parser = parser_of(__doc__, counts="tokens", default="128,256,512,2048,4096,8192", smoke="19,70")
+    run(parser.parse_args(), compile_part, measure)
 
 
 if __name__ == "__main__":
