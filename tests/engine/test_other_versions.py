@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.puppets import PUPPETS, Heard
 from support.python_path import PYTHON_PATH
 
 from asyncengine import AsyncEngine, EngineDeadError, SamplingParams, __version__, children, collect
@@ -27,13 +28,7 @@ from asyncengine.wire.pipes import Pipes
 from asyncengine.wire.reports import Heartbeat, Ready
 from asyncengine.wire.sidecar import config_bytes
 
-STAND_INS: dict[Role, str] = {
-    "gpu_runner": "support.idle_runner",
-    "tokenizer_proc": "support.idle_tokenizer",
-    "detokenizer_proc": "support.idle_detokenizer",
-    "api_worker": "support.status_listener",
-}
-ROLES = tuple(STAND_INS)
+ROLES = tuple(PUPPETS)
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +83,7 @@ async def test_a_start_with_a_process_of_another_version_ends_with_both_versions
     role: Role, monkeypatch: pytest.MonkeyPatch, pids: list[int]
 ) -> None:
     upgrade(monkeypatch, role, since_life=0)
-    modules = {other: module for other, module in STAND_INS.items() if other != role}  # of the role, the real one
+    modules = {other: module for other, module in PUPPETS.items() if other != role}  # of the role, the real one
     sockets = bind("127.0.0.1", 0)
     group = WorkerGroup(EngineConfig(), sockets, workers=1, modules=modules)
     starting = asyncio.create_task(group.start())
@@ -106,7 +101,7 @@ async def test_a_successor_of_another_version_ends_the_engine_at_once(
     role: Role, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, pids: list[int]
 ) -> None:
     upgrade(monkeypatch, role, since_life=1)
-    group = WorkerGroup(EngineConfig(), bind("127.0.0.1", 0), workers=1, modules=STAND_INS)
+    group = WorkerGroup(EngineConfig(), bind("127.0.0.1", 0), workers=1, modules=PUPPETS)
     try:
         await group.start()
         os.kill(group._supervisor.pids()[role], signal.SIGKILL)
@@ -150,20 +145,9 @@ def test_a_grammar_process_of_another_version_ends_with_both_versions(orders: Pa
 # ------------------------------------------------------------------------------------------ reports that nobody reads
 
 
-class Heard:
-    """What a supervisor tells the engine."""
-
-    def __init__(self) -> None:
-        self.failures: list[str] = []
-        self.relinks: list[tuple[str, int, int]] = []
-
-    def relink(self, role: Role, index: int, life: int) -> None:
-        self.relinks.append((role, index, life))
-
-
 @asynccontextmanager
 async def supervising(heard: Heard, config: EngineConfig) -> AsyncIterator[Supervisor]:
-    supervisor = Supervisor(config, on_failure=heard.failures.append, on_relink=heard.relink, modules=STAND_INS)
+    supervisor = Supervisor(config, on_failure=heard.failures.append, on_relink=heard.relink, modules=PUPPETS)
     try:
         yield supervisor
     finally:

@@ -13,12 +13,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from support.puppets import PUPPETS, Heard
 from support.python_path import PYTHON_PATH
 
 from asyncengine import watchdog
 from asyncengine.api.app import bind
 from asyncengine.api.worker_group import WorkerGroup
-from asyncengine.config import SIDECARS, EngineConfig, Role
+from asyncengine.config import SIDECARS, EngineConfig
 from asyncengine.engine_info import Health
 from asyncengine.errors import StartupError
 from asyncengine.losses import Losses
@@ -26,13 +27,6 @@ from asyncengine.model_files import ResolvedModel
 from asyncengine.supervisor import Supervisor
 from asyncengine.wire.pipes import Pipes
 from asyncengine.wire.reports import Fatal, Heartbeat, Ready
-
-MODULES: dict[Role, str] = {
-    "gpu_runner": "support.idle_runner",
-    "tokenizer_proc": "support.idle_tokenizer",
-    "detokenizer_proc": "support.idle_detokenizer",
-    "api_worker": "support.status_listener",
-}
 
 
 class Orders:
@@ -56,20 +50,9 @@ def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Orders:
     return Orders(tmp_path)
 
 
-class Heard:
-    """What a supervisor tells the engine."""
-
-    def __init__(self) -> None:
-        self.failures: list[str] = []
-        self.relinks: list[tuple[str, int, int]] = []
-
-    def relink(self, role: Role, index: int, life: int) -> None:
-        self.relinks.append((role, index, life))
-
-
 def make(heard: Heard, config: EngineConfig | None = None) -> Supervisor:
     return Supervisor(
-        config or EngineConfig(), on_failure=heard.failures.append, on_relink=heard.relink, modules=MODULES
+        config or EngineConfig(), on_failure=heard.failures.append, on_relink=heard.relink, modules=PUPPETS
     )
 
 
@@ -247,7 +230,7 @@ def test_losses_count_for_as_long_as_the_window() -> None:
 async def test_the_status_of_api_workers_tells_of_successors_their_own_among_them(
     orders: Orders,
 ) -> None:
-    group = WorkerGroup(EngineConfig(max_crashes=9), bind("127.0.0.1", 0), workers=1, modules=MODULES)
+    group = WorkerGroup(EngineConfig(max_crashes=9), bind("127.0.0.1", 0), workers=1, modules=PUPPETS)
 
     def statuses() -> list[list[object]]:
         path = orders.path / "statuses"  # made after the worker has said that it is ready
@@ -286,7 +269,7 @@ async def test_the_status_of_api_workers_tells_of_successors_their_own_among_the
 
 async def test_a_second_signal_while_api_workers_are_closed_breaks_nothing_off(orders: Orders) -> None:
     sockets = bind("127.0.0.1", 0)
-    group = WorkerGroup(EngineConfig(), sockets, workers=1, modules=MODULES)
+    group = WorkerGroup(EngineConfig(), sockets, workers=1, modules=PUPPETS)
     await group.start()
     pids = group._supervisor.pids()
     closing = asyncio.create_task(group.close())
@@ -315,7 +298,7 @@ async def test_an_api_worker_that_stays_silent_is_killed_and_replaced_too(
     orders: Orders, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = EngineConfig(hang_timeout_seconds=1, max_crashes=99)
-    group = WorkerGroup(config, bind("127.0.0.1", 0), workers=1, modules=MODULES)
+    group = WorkerGroup(config, bind("127.0.0.1", 0), workers=1, modules=PUPPETS)
     try:
         await group.start()
         os.kill(group._supervisor.pids()["api_worker"], signal.SIGSTOP)
