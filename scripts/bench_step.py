@@ -11,6 +11,8 @@ run in the loop's order, two steps in flight, so a step's time is what a stream 
     floor     bytes that must move (weights once, each row's keys and values) at 4.5 TB/s
     host us   time per step outside waiting for the device, and of its parts: plan, launch (packing included), commit
     mixed     median time of full steps in which rows decode beside a prompt's chunk
+    serving   a closed loop: so many requests run at all times, each followed by another one when it ends, so that rows
+              end and prompts come with nearly every step; mean time of a step
 """
 
 from __future__ import annotations
@@ -38,6 +40,10 @@ DATA = Path(__file__).parent / "data"
 MEMORY_BYTES_PER_S = 4.5e12
 WARM_STEPS = 20
 MIXED_CHUNKS = 5
+DEFAULT_SERVING = "110+276"
+"""The means of ShareGPT's conversations."""
+SERVING_STREAMS = 64
+"""From as many on requests are served in a closed loop too."""
 LONGER = 4
 """So many times the context, at which one batch is measured again: what the context alone costs."""
 
@@ -204,6 +210,67 @@ def measure_mixed(engine: Engine, batch: int, context: int) -> dict[str, Any]:
     }
 
 
+class ClosedLoop:
+    """So many requests at all times: whenever one ends, the next comes. Their ends are spread evenly from the start."""
+
+    def __init__(self, engine: Engine, streams: int, prompt_tokens: int, answer_tokens: int) -> None:
+        engine.reset()
+        self.engine = engine
+        self._prompts = prompts(streams, prompt_tokens, engine.executor.model_config.vocab_size)
+        self._answer_tokens = answer_tokens
+        self._open: set[int] = set()
+        self._added = 0
+        for index in range(streams):
+            self._add(1 + answer_tokens * (index + 1) // streams)
+
+    def _add(self, max_tokens: int) -> None:
+        self.engine.add(self._added, self._prompts[self._added % len(self._prompts)], max_tokens)
+        self._open.add(self._added)
+        self._added += 1
+
+    def turn(self) -> StepPlan | None:
+        plan = self.engine.turn()
+        scheduler = self.engine.scheduler
+        if scheduler.num_running + len(scheduler.queue) < len(self._open):
+            for rid in self._open - scheduler.rids():
+                self._open.remove(rid)
+                self._add(self._answer_tokens)
+        return plan
+
+    def end(self) -> None:
+        for rid in self._open:
+            self.engine.scheduler.abort(rid)
+        self.engine.drain()
+
+
+def measure_serving(engine: Engine, streams: int, prompt_tokens: int, answer_tokens: int) -> dict[str, Any]:
+    """Over as many steps as an answer has tokens, from when all requests that were there at first have ended."""
+    loop = ClosedLoop(engine, streams, prompt_tokens, answer_tokens)
+    turns = tokens = steps = steps_with_prompts = prompt_total = 0
+    begin = 0.0
+    while steps < answer_tokens:
+        plan = loop.turn()
+        turns += 1
+        if turns == answer_tokens + WARM_STEPS:
+            begin = time.perf_counter()
+        elif begin and plan is not None:
+            steps += 1
+            tokens += int(plan.row_samples.sum())
+            prompt_total += len(plan.prefill_tokens)
+            steps_with_prompts += len(plan.prefill_tokens) > 0
+    seconds = time.perf_counter() - begin
+    loop.end()
+    return {
+        "streams": streams,
+        "prompt_tokens": prompt_tokens,
+        "answer_tokens": answer_tokens,
+        "ms": 1e3 * seconds / steps,
+        "tokens_per_s": tokens / seconds,
+        "share_with_prompts": steps_with_prompts / steps,
+        "prompt_tokens_per_step": prompt_total / steps,
+    }
+
+
 def _dtype(executor: Executor) -> Any:
     import torch
 
@@ -273,6 +340,16 @@ def bench(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     print(f"decode  {batch:>3} x {longer['context']:<5.0f} of context {longer['ms']:>8.3f} ms/step")
     chunk = step_tokens - mixed["batch"]
     print(f"mixed   {mixed['batch']:>3} rows + a chunk of {chunk:<5} {mixed['ms']:>8.3f} ms/step")
+    serving = []
+    prompt_tokens, answer_tokens = args.serving
+    for streams in [batch for batch in batches if batch >= SERVING_STREAMS]:
+        row = measure_serving(engine, streams, prompt_tokens, answer_tokens)
+        serving.append(row)
+        print(
+            f"serving {streams:>3} requests of {prompt_tokens} + {answer_tokens} tokens {row['ms']:>8.3f} ms/step, "
+            f"{row['tokens_per_s']:,.0f} tok/s; {100 * row['share_with_prompts']:.0f} % of steps with prompts, "
+            f"{row['prompt_tokens_per_step']:.0f} tokens of these a step"
+        )
     executor.close()
     return {
         "model": model.name,
@@ -286,12 +363,18 @@ def bench(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "longer": longer,
         "prefill": prefill,
         "mixed": mixed,
+        "serving": serving,
     }
 
 
 def prefills(text: str) -> list[tuple[int, int]]:
     pairs = (part.split("x") for part in text.split(","))
     return [(int(count), int(length)) for count, length in pairs]
+
+
+def request_sizes(text: str) -> tuple[int, int]:
+    prompt, answer = text.split("+")
+    return int(prompt), int(answer)
 
 
 def main() -> None:
@@ -303,6 +386,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="decode steps measured per batch size")
     parser.add_argument(
         "--prefill", type=prefills, default="1x2000,64x512,16x2048,4x8000", help="prompts and their length, each timed"
+    )
+    parser.add_argument(
+        "--serving", type=request_sizes, default=DEFAULT_SERVING, help="tokens of a served request's prompt and answer"
     )
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--max-num-batched-tokens", type=int)

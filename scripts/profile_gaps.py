@@ -1,6 +1,7 @@
 """Where the GPU idles in steady decode, and what the host was doing then.
 
     python scripts/profile_gaps.py [MODEL_FOLDER ...] [--batches 1,8,64,256] [--steps 100] [--json out.json]
+                                   [--serving 110+276]
 
 MODEL_FOLDER needs a config.json only (default: the shapes in scripts/data); weights are random. Scheduler and executor
 run in the loop's order, two steps in flight, under torch.profiler, whose kernel intervals come from CUPTI. A step
@@ -11,6 +12,9 @@ begins with the kernel that fetches its plan.
     without     median time of a step with the profiler off. Tracing every kernel slows a graph's replay, so gaps under
                 the profiler are an upper bound; kernel time over this is what the GPU was busy for when nobody looked
     host        what the loop's thread did in a gap: plan, launch, wait (for the device), commit, other
+
+--serving: of a closed loop instead, in which each request has a prompt and an answer of so many tokens, and is followed
+by another one when it ends.
 """
 
 from __future__ import annotations
@@ -25,7 +29,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_step import DATA, WARM_STEPS, Engine, end_rows, measure_decode, start_rows
+from bench_step import (
+    DATA,
+    WARM_STEPS,
+    ClosedLoop,
+    Engine,
+    end_rows,
+    measure_decode,
+    measure_serving,
+    request_sizes,
+    start_rows,
+)
 from lanes.gaps import Interval, Report, analyse
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -69,10 +83,27 @@ def mark_phases(engine: Engine) -> list[Interval]:
 
 
 def profile_decode(engine: Engine, batch: int, context: int, steps: int) -> tuple[Report, bool]:
-    """The report, and whether the host's clock could be compared with the GPU's."""
+    """As `profile_turns`, of steps in which all rows decode."""
     start_rows(engine, batch, context, steps)
     for _ in range(WARM_STEPS):
         engine.turn()
+    result = profile_turns(engine, engine.turn, steps)
+    end_rows(engine, batch)
+    return result
+
+
+def profile_serving(engine: Engine, streams: int, request: tuple[int, int], steps: int) -> tuple[Report, bool]:
+    """As `profile_turns`, of a closed loop."""
+    loop = ClosedLoop(engine, streams, *request)
+    for _ in range(request[1] + WARM_STEPS):
+        loop.turn()
+    result = profile_turns(engine, loop.turn, steps)
+    loop.end()
+    return result
+
+
+def profile_turns(engine: Engine, turn: Callable[[], object], steps: int) -> tuple[Report, bool]:
+    """The report, and whether the host's clock could be compared with the GPU's."""
     gc.collect()
     gc.disable()  # as in the loop
     phases = mark_phases(engine)
@@ -82,12 +113,11 @@ def profile_decode(engine: Engine, batch: int, context: int, steps: int) -> tupl
         torch.cuda.synchronize()
         answered = time.perf_counter()
         for _ in range(steps + 2 * DISCARDED_STEPS):
-            engine.turn()
+            turn()
         torch.cuda.synchronize()
     gc.enable()
     for method in ("launch", "collect"):
         delattr(engine.executor, method)  # the class's own again
-    end_rows(engine, batch)
 
     kernels, begins, synchronized = read_events(profiler)
     if len(begins) <= 2 * DISCARDED_STEPS + 1:
@@ -142,10 +172,16 @@ def profile_model(model: Path, batches: Sequence[int], args: argparse.Namespace)
     config = EngineConfig(load_format="dummy", device="cuda", max_num_seqs=max(batches), max_model_len=8192)
     engine = Engine(model, config)
     # all of them before the profiler runs for the first time: CUPTI stays in the process and may slow it
-    plain = {batch: 1e3 * measure_decode(engine, batch, args.context, args.steps)["ms"] for batch in batches}
+    if args.serving:
+        plain = {batch: 1e3 * measure_serving(engine, batch, *args.serving)["ms"] for batch in batches}
+    else:
+        plain = {batch: 1e3 * measure_decode(engine, batch, args.context, args.steps)["ms"] for batch in batches}
     results = []
     for batch in batches:
-        report, compared = profile_decode(engine, batch, args.context, args.steps)
+        if args.serving:
+            report, compared = profile_serving(engine, batch, args.serving, args.steps)
+        else:
+            report, compared = profile_decode(engine, batch, args.context, args.steps)
         print_report(batch, report, plain[batch], compared)
         results.append(
             {
@@ -170,7 +206,8 @@ def main() -> int:
     parser.add_argument("models", nargs="*", type=Path, default=[DATA / "qwen3-0.6b", DATA / "llama-3.1-8b"])
     parser.add_argument("--batches", default="1,8,64,256")
     parser.add_argument("--context", type=int, default=256, help="prompt tokens of a decoding row")
-    parser.add_argument("--steps", type=int, default=100, help="decode steps profiled per batch size")
+    parser.add_argument("--serving", type=request_sizes, metavar="PROMPT+ANSWER")
+    parser.add_argument("--steps", type=int, default=100, help="steps profiled per batch size")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     if not torch.cuda.is_available():

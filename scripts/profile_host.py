@@ -10,7 +10,8 @@ Nothing is switched on for it: every process keeps accounts of itself in a ring 
 
 and printed are the busy share of each process (time in its accounted phases; `cpu` is its processor time, in cores, all
 threads), the loop's host time per step by phase, how busy the device was while there was work, how long it idled before
-steps and what gpu_runner did meanwhile. `--seconds 0` takes what the rings hold now, about the last 4000 steps.
+steps and what gpu_runner did meanwhile, and what its time went to: steps by whether they held prompt tokens, and by the
+token count they were run at. `--seconds 0` takes what the rings hold now, about the last 4000 steps.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import json
 import os
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, Generic
 
@@ -153,6 +155,7 @@ def print_report(timeline: Timeline) -> None:
             note = "  (of all but wait)" if name == "total" else ""
             print(f"{name:<22} {median:>8.1f} {p99:>8.1f}{note}")
     print_device(timeline)
+    print_steps(timeline)
 
 
 def print_device(timeline: Timeline) -> None:
@@ -179,6 +182,24 @@ def print_device(timeline: Timeline) -> None:
     for index in np.argsort(-idle)[:LONGEST_GAPS]:
         doing = ", ".join(f"{name} {us:.1f}" for name, us in causes[index].items())
         print(f"  {idle[index]:>9.1f} us before step {gaps[index].step}: {doing}")
+
+
+def print_steps(timeline: Timeline) -> None:
+    kinds = defaultdict(list)
+    for step in timeline.steps:
+        if "bucket" in step.args:  # else its launch was not seen
+            kinds[bool(step.args["prefill_tokens"]), step.args["bucket"]].append(step)
+    if not kinds:
+        return
+    busy = sum(step.end - step.begin for step in timeline.steps)
+    print(f"\n{'steps':<8} {'tokens':>6} {'number':>7} {'rows':>6} {'prompts':>8} {'ms':>8} {'of device':>10}")
+    for (prefills, bucket), steps in sorted(kinds.items()):
+        lengths = np.array([step.end - step.begin for step in steps])
+        rows, prompts = (np.mean([step.args[name] for step in steps]) for name in ("rows", "prefill_tokens"))
+        print(
+            f"{'prompts' if prefills else 'decode':<8} {bucket:>6} {len(steps):>7} {rows:>6.0f} {prompts:>8.0f} "
+            f"{np.median(lengths) / 1e3:>8.3f} {100 * lengths.sum() / busy:>8.1f} %"
+        )
 
 
 def title(timeline: Timeline) -> str:

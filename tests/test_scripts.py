@@ -22,7 +22,7 @@ from bench_kv_transfer import WAYS, CopyingEngine, measure_beside, measure_copie
 from bench_sampling import WAYS as SAMPLING_WAYS
 from bench_sampling import allow_all_but
 from bench_sampling import measure as measure_sampling
-from bench_step import Engine
+from bench_step import ClosedLoop, Engine, measure_serving
 from flags_page import flags, flags_page, subcommands
 from lanes.gaps import Gap, Interval, analyse, merged, overlaps, step_gaps
 from make_toy_tokenizer import toy_tokenizer
@@ -145,7 +145,7 @@ def test_the_loop_is_profiled_and_goes_on_unmarked(
     monkeypatch.setattr(profile_gaps.torch.cuda, "get_device_name", lambda: "a made-up GPU")
     engine = Engine(tiny_model, EngineConfig(device="cpu", load_format="dummy", max_num_seqs=4, kv_cache_tokens=4096))
     monkeypatch.setattr(profile_gaps, "Engine", lambda model, config: engine)
-    results = profile_gaps.profile_model(tiny_model, [1, 3], Namespace(context=8, steps=10))
+    results = profile_gaps.profile_model(tiny_model, [1, 3], Namespace(context=8, steps=10, serving=None))
     for result, batch in zip(results, (1, 3), strict=True):
         assert (result["batch"], result["step_us"], result["busy_us"], result["busy_share"]) == (batch, 100, 90, 0.9)
         assert (result["kernels_per_step"], result["idle_us"]) == (3, {"p50": 10, "p99": 10, "max": 10})
@@ -164,6 +164,27 @@ def test_without_a_gpu_the_profiler_says_so(
     monkeypatch.setattr(profile_gaps.torch.cuda, "is_available", lambda: False)
     assert profile_gaps.main() == 1
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_closed_loop_replaces_each_request_that_ends(tiny_model: Path) -> None:
+    engine = Engine(tiny_model, EngineConfig(device="cpu", load_format="dummy", max_num_seqs=4, kv_cache_tokens=4096))
+    loop = ClosedLoop(engine, 4, 8, 12)
+    prompts = tokens = 0
+    for _ in range(60):
+        plan = loop.turn()
+        assert len(engine.scheduler.rids()) == 4
+        if plan is not None:
+            prompts += len(plan.prefill_tokens)
+            tokens += int(plan.row_samples.sum())
+    loop.end()
+    assert not engine.scheduler.has_work
+    assert not engine.in_flight
+    assert prompts % 8 == 0
+    assert 4 + 4 * 60 // (12 + 3) <= prompts // 8 <= 4 + 4 * 60 // 12  # an end is known two steps later
+    row = measure_serving(engine, 4, 8, 12)
+    assert row["tokens_per_s"] * row["ms"] / 1e3 == pytest.approx(tokens / 59, abs=0.5)
+    assert 0 < row["share_with_prompts"] * 8 <= row["prompt_tokens_per_step"]
+    engine.executor.close()
 
 
 # ------------------------------------------------------------------------------------------------- copies of pages
