@@ -175,6 +175,7 @@ def _launch_tile(
         GROUP=config.group,
         PREFETCH_K=config.prefetch_k if options["PDL"] else 0,
         FINISH_TOKENS=min(config.tokens, FINISH_VALUES * 32 * config.num_warps // config.rows),
+        MIN_PART_BLOCKS=MIN_PART_BLOCKS,
         SHARED=members > 0,
         **options,
     )

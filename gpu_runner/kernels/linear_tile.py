@@ -1,8 +1,8 @@
 """Linear layer of many tokens: large tiles for warpgroups, fed by the tensor memory accelerator, shared out evenly.
 
 With as many programs as run at once, whole tiles go around in turns; the blocks of K of the row tiles left over are
-shared out to all programs in equal runs (stream-K, https://arxiv.org/abs/2301.03598), so that none is idle in a last
-turn. All tiles of tokens are computed alike, side by side: a token's outputs do not depend on its place.
+shared out in equal runs (stream-K, https://arxiv.org/abs/2301.03598), so that none is idle in a last turn, unless that
+leaves each too few. All tiles of tokens are computed alike, side by side: a token's outputs do not depend on its place.
 
     program 0 | row tile 0      | row tile 4 .....
     program 1 | row tile 1      | ..... row tile 5
@@ -19,9 +19,10 @@ from gpu_runner.kernels.linear_parts import prefetch_to_l2, silu_product
 
 
 @triton.jit
-def _member_of(block, members, blocks):
-    """Whose run of `blocks` shared blocks holds `block`: member m's begins at m * blocks // members."""
-    return ((block + 1) * members - 1) // blocks
+def _sharer_of(block, sharers, blocks):
+    """Whose run of `blocks` shared blocks holds `block`: sharer m's begins at m * blocks // sharers, and none is
+    empty."""
+    return ((block + 1) * sharers - 1) // blocks
 
 
 @triton.jit
@@ -90,6 +91,7 @@ def linear_tile_kernel(
     GROUP: tl.constexpr,
     PREFETCH_K: tl.constexpr,
     FINISH_TOKENS: tl.constexpr,  # whose parts are added at a time
+    MIN_PART_BLOCKS: tl.constexpr,
     SHARED: tl.constexpr,  # programs share tiles; otherwise there is one for each tile
     HAS_BIAS: tl.constexpr,
     GATE_UP: tl.constexpr,
@@ -117,9 +119,12 @@ def linear_tile_kernel(
         member = program // token_tiles
         members = programs // token_tiles
         turns = ROW_TILES // members
-        shared_blocks = (ROW_TILES - turns * members) * BLOCKS
-        begin = member * shared_blocks // members
-        end = (member + 1) * shared_blocks // members
+        shared_tiles = ROW_TILES - turns * members
+        shared_blocks = shared_tiles * BLOCKS
+        # Few blocks are left for some members only: each has MIN_PART_BLOCKS at least, or a whole tile.
+        sharers = tl.minimum(members, tl.maximum(shared_tiles, shared_blocks // MIN_PART_BLOCKS))
+        begin = member * shared_blocks // tl.maximum(sharers, 1)
+        end = tl.minimum((member + 1) * shared_blocks // tl.maximum(sharers, 1), shared_blocks)
         turns_in_all = turns + 2
     else:
         token_tile, member = place_of(program, token_tiles, ROW_TILES, GROUP)
@@ -169,14 +174,14 @@ def linear_tile_kernel(
                 # All threads' partials are written before the one that counts says so.
                 tl.debug_barrier()
                 start = shared_tile * BLOCKS
-                first_member = _member_of(start, members, shared_blocks)
-                last_member = _member_of(start + BLOCKS - 1, members, shared_blocks)
+                first_member = _sharer_of(start, sharers, shared_blocks)
+                last_member = _sharer_of(start + BLOCKS - 1, sharers, shared_blocks)
                 arrival = arrivals + shared_tile * token_tiles + token_tile
                 if tl.atomic_add(arrival, 1, sem="acq_rel") == last_member - first_member:
                     tl.store(arrival, 0)
                     # From L2: this SM's L1 need not know what other SMs wrote. Of the parts only the first can be of a
                     # member that began in front of this tile.
-                    begun_before = (first_member * shared_blocks // members < start).to(tl.int32)
+                    begun_before = (first_member * shared_blocks // sharers < start).to(tl.int32)
                     for some in range(0, TOKENS, FINISH_TOKENS):
                         few = (some + tl.arange(0, FINISH_TOKENS))[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
                         first_part = (begun_before * members + first_member) * token_tiles + token_tile

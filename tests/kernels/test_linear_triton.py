@@ -290,6 +290,21 @@ def test_a_token_has_the_same_outputs_in_every_tile_that_programs_share(config: 
     assert torch.equal(out, out[0].expand_as(out))
 
 
+@pytest.mark.parametrize(("row_tiles", "k"), [(9, 64), (10, 64), (13, 48), (23, 80), (9, 16)])
+@pytest.mark.parametrize("tokens", [16, 40])
+def test_the_last_row_tiles_are_right_however_few_blocks_programs_have_to_share(
+    row_tiles: int, k: int, tokens: int
+) -> None:
+    """Behind whole turns of eight programs, or of two for each of three tiles of tokens, one to seven row tiles of one
+    to five blocks each are left."""
+    config = TileConfig(tokens=16, rows=32, block_k=16, stages=2, num_warps=4, group=2, programs=8)
+    given, scratch = draw(tokens, torch.float32, n=32 * row_tiles, k=k), poisoned_scratch()
+    out = poisoned(tokens, 32 * row_tiles, torch.float32)
+    linear.linear(given.x, given.weight, out=out, config=config, scratch=scratch)
+    assert_close(out, wide_linear(given.x, given.weight, None), torch.float32)
+    assert not scratch.arrivals.any()
+
+
 def test_programs_too_few_for_the_tiles_of_tokens_leave_each_tile_one() -> None:
     given = draw(96, DTYPES[0], seed=9)
     out = poisoned(96, N, DTYPES[0])
