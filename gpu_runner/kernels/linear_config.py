@@ -65,6 +65,7 @@ _PAIRED = replace(_DEEP, stages=4)  # two programs fit on an SM
 _NARROW = DotConfig(rows=32, block_k=128, stages=4, num_warps=4, prefetch_k=512)
 _NARROW_DEEP = replace(_NARROW, stages=8)
 _WIDE = DotConfig(rows=128, block_k=128, stages=4, num_warps=8, prefetch_k=256, weight_first=True)
+_LARGE = TileConfig(tokens=128, rows=256, block_k=64, stages=4, num_warps=8, group=16)
 _SHALLOW_TILE = TileConfig(tokens=128, rows=128, block_k=64, stages=3, num_warps=4, group=16)
 # Few programs to an SM, that share all tiles: 128, into which K divides evenly.
 _SHARED_DEEP = TileConfig(
@@ -101,9 +102,11 @@ CUTS: tuple[tuple[int, int, int, LinearConfig | None], ...] = (
     (32, 1023, ANY, replace(_SMALL, rows=32, num_warps=4)),
     (ANY, 1023, ANY, None),
     # Tensor cores: deeper while each SM has one program, K split where there would be far fewer.
-    (16, 3072, 2048, replace(_DEEP, split_k=8)),
+    (4, 2048, 2048, FmaConfig(rows=4, block_k=1024, depth=1, num_warps=4)),
+    (8, 3072, 2048, replace(_DEEP, split_k=4)),
+    (16, 2048, 2048, replace(_NARROW_DEEP, split_k=4)),
     (32, 3072, 2048, replace(_DEEP, split_k=4)),
-    (16, 1024, MIN_HEAD_ROWS - 1, _DEEP),
+    (4, 1024, MIN_HEAD_ROWS - 1, _DEEP),
     (32, 1024, 4096, _DEEP),
     (32, 1024, MIN_HEAD_ROWS - 1, _PAIRED),
     (32, ANY, 4096, replace(_DEEP, split_k=2)),
@@ -112,48 +115,72 @@ CUTS: tuple[tuple[int, int, int, LinearConfig | None], ...] = (
     # From 33 on the tokens' blocks are as large as the weights', and narrow tiles fill the SMs with fewer parts.
     (64, 1024, 4096, _NARROW_DEEP),
     (64, 1024, MIN_HEAD_ROWS - 1, _PAIRED),
-    (64, 2048, 2048, replace(_NARROW, split_k=4)),
-    (64, 2048, 4096, None),
     (64, 3072, 2048, replace(_NARROW_DEEP, split_k=4)),
+    (64, 2048, 4096, None),
     (64, 4096, 4096, _NARROW_DEEP),
     (64, 4096, 8192, _DEEP),
     (64, ANY, 8192, _NARROW_DEEP),
     (64, ANY, ANY, _WIDE),
-    # From 65 on the tokens themselves become traffic, and tiles are wide enough for cuBLAS's kernels. Programs share
-    # tiles that would otherwise be too few.
+    # From 65 on the tokens themselves become traffic, and tiles are wide enough for cuBLAS's kernels. Ours come in
+    # where their tiles, shared or not, leave no SM idle, at one number of tokens and hardly at the next, and where
+    # cuBLAS takes an unlucky tile.
     (128, 1024, 4096, _SHARED_NARROW),
-    (383, 1024, 4096, _SHARED),
-    (383, 3072, 2048, _SHARED_DEEP),
-    (128, ANY, ANY, None),
-    (383, 2048, ANY, None),
-    (383, 4096, 8192, None),
-    (383, 4096, MIN_HEAD_ROWS - 1, _SHARED_WIDE),
-    (511, ANY, ANY, None),
+    (128, 3072, 2048, _SHARED_DEEP),
+    (128, 2048, ANY, None),
+    (112, 4096, 4096, _DEEP),
+    (128, 4096, 8192, None),
+    (96, 4096, MIN_HEAD_ROWS - 1, _LARGE),
+    (128, 4096, MIN_HEAD_ROWS - 1, _SHALLOW_TILE),
+    (160, ANY, ANY, None),
+    (224, 3072, ANY, None),
+    (224, 4096, 4096, _SHARED),
+    (224, ANY, ANY, None),
+    (256, 1024, 4096, _SHARED),
+    (256, 3072, 2048, _SHARED_DEEP),
+    (256, 2048, ANY, None),
+    (256, 4096, 8192, None),
+    (256, 4096, MIN_HEAD_ROWS - 1, _SHARED_WIDE),
+    (384, ANY, ANY, None),
     # Gate and up rows together, whose product is large: its SiLU is worth more than what a tile loses to cuBLAS.
-    (767, 1024, 4096, _SHARED_WIDE),
     (ANY, 1024, 4096, None),
     (ANY, 1024, MIN_HEAD_ROWS - 1, _SHALLOW_TILE),
+    (448, 2048, ANY, None),
+    (448, 4096, 8192, None),
+    (448, 4096, MIN_HEAD_ROWS - 1, replace(_LARGE, programs=128, prefetch_k=256)),
+    (768, ANY, ANY, None),
+    (896, 2048, ANY, None),
+    (896, 4096, 8192, None),
+    (896, 4096, MIN_HEAD_ROWS - 1, _LARGE),
     (ANY, ANY, ANY, None),
 )
 
 _HEADS = TileConfig(tokens=64, rows=128, block_k=128, stages=4, num_warps=4, group=16, prefetch_k=256)
 _HEADS_WIDE = TileConfig(tokens=128, rows=128, block_k=64, stages=6, num_warps=8, group=16, prefetch_k=256)
 _HEADS_SHALLOW = replace(_SHALLOW_TILE, num_warps=8)
-_HEADS_LARGE = TileConfig(tokens=128, rows=256, block_k=64, stages=4, num_warps=8, group=16)
 
 # Read as CUTS are, and of the same two models; `scripts/bench_kernels/linear_heads.py` times what is here and more.
 # None: the product and its heads are faster one after the other.
 HEAD_CUTS: tuple[tuple[int, int, int, TileConfig | None], ...] = (
     (64, ANY, ANY, None),
     (ANY, 1023, ANY, None),
+    (96, 1024, 4096, _HEADS),
     (128, 1024, 4096, None),
     (256, 1024, 4096, _HEADS),
     (512, 1024, 4096, _HEADS_WIDE),
+    # Tiles that are many fill the SMs in turns, of which the last may leave most of them idle.
+    (1024, 1024, 4096, _HEADS_SHALLOW),
+    (1280, 1024, 4096, None),
     (ANY, 1024, 4096, _HEADS_SHALLOW),
-    (128, 4096, 6144, _HEADS),
-    (256, 4096, 6144, _HEADS_WIDE),
-    (1023, 4096, 6144, None),
-    (ANY, 4096, 6144, _HEADS_LARGE),
+    (192, 4096, 6144, None),
+    (224, 4096, 6144, _HEADS_WIDE),
+    (512, 4096, 6144, None),
+    (640, 4096, 6144, _LARGE),
+    (1024, 4096, 6144, None),
+    (1280, 4096, 6144, _LARGE),
+    (1792, 4096, 6144, None),
+    (2048, 4096, 6144, _LARGE),
+    (3072, 4096, 6144, None),
+    (ANY, 4096, 6144, _LARGE),
     (ANY, ANY, ANY, None),
 )
 

@@ -24,6 +24,7 @@ Way = LinearConfig | str
 
 MAX_SHARED_BYTES = 227 << 10
 MAX_SPLIT = 8
+MAX_DOT_TOKENS = 128
 PREFILL_TOKENS = 2048
 ACROSS_NORM = {"qkv": "down", "o": "gate_up", "gate_up": "o", "down": "qkv"}
 """Of a layer's linear, that on the other side of its norm."""
@@ -53,7 +54,7 @@ def ways_of(linear: Linear, tokens: int) -> list[Way]:
     ways: list[Way] = [chosen_way(linear, tokens), CUBLAS]
     if tokens <= 4:
         ways += _fma_ways(linear)
-    if 4 <= tokens <= 64:
+    if 4 <= tokens <= MAX_DOT_TOKENS:
         ways += _dot_ways(linear, tokens)
     if tokens >= 33 and not linear.is_head:
         ways += _tile_ways(linear, tokens)
@@ -82,7 +83,7 @@ def _fma_ways(linear: Linear) -> Iterator[FmaConfig]:
 
 
 def _dot_ways(linear: Linear, tokens: int) -> Iterator[DotConfig]:
-    cuts = [
+    cuts: list[DotConfig] = [
         DotConfig(rows=64, block_k=128, stages=4, num_warps=4, prefetch_k=512, weight_first=True),
         DotConfig(rows=64, block_k=128, stages=6, num_warps=4, prefetch_k=512, weight_first=True),
         *(DotConfig(rows=32, block_k=128, stages=stages, num_warps=4, prefetch_k=512) for stages in (4, 8)),
@@ -95,8 +96,11 @@ def _dot_ways(linear: Linear, tokens: int) -> Iterator[DotConfig]:
             DotConfig(rows=16, block_k=64, stages=4, num_warps=2, prefetch_k=512),
             DotConfig(rows=32, block_k=64, stages=4, num_warps=4, prefetch_k=512),
         ]
+    if tokens > 64:
+        deep, wide = cuts[0], cuts[4]
+        cuts = [deep, cuts[1], replace(deep, tokens=128), replace(wide, tokens=128)]
     for cut in cuts:
-        if cut.stages * (cut.rows + _padded(tokens)) * cut.block_k * 2 > MAX_SHARED_BYTES:
+        if cut.stages * (cut.rows + min(cut.tokens, _padded(tokens))) * cut.block_k * 2 > MAX_SHARED_BYTES:
             continue
         for split_k in (1, 2, 4, MAX_SPLIT):
             config = fitted(replace(cut, split_k=split_k), linear.n, linear.k)

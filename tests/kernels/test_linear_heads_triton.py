@@ -19,6 +19,7 @@ from gpu_runner.kernels.linear_heads import qkv_norm_rope_write
 from gpu_runner.kernels.residual import NormedLinear, Residual
 from gpu_runner.kernels.step_meta import new_step_meta
 from gpu_runner.kernels.work_list import allocate_work_list
+from gpu_runner.schedule.buckets import token_buckets
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -232,14 +233,17 @@ def test_choice_is_of_many_tokens_and_one_that_the_kernel_can_run(shape: tuple[i
 
 
 def test_heads_are_in_the_product_at_the_sizes_where_that_is_faster() -> None:
-    sizes = (64, 65, 128, 129, 256, 257, 512, 513, 1023, 1024, 8192)
+    sizes = token_buckets(8192)
 
-    def chosen(n: int, k: int) -> list[int]:
-        return [tokens for tokens in sizes if choose_heads(tokens, n, k, 128) is not None]
+    def left_out(n: int, k: int) -> list[int]:
+        return [tokens for tokens in sizes if tokens > 64 and choose_heads(tokens, n, k, 128) is None]
 
-    assert chosen(4096, 1024) == [129, 256, 257, 512, 513, 1023, 1024, 8192]
-    assert chosen(6144, 4096) == [65, 128, 129, 256, 1024, 8192]
-    assert chosen(960, 576) == chosen(10240, 8192) == []
+    assert left_out(4096, 1024) == [112, 128, 1280]
+    assert left_out(6144, 4096) == [
+        *(80, 96, 112, 128, 160, 192, 256, 320, 384, 448, 512),
+        *(768, 896, 1024, 1536, 1792, 2560, 3072),
+    ]
+    assert all(choose_heads(tokens, n, k, 128) is None for n, k in ((960, 576), (10240, 8192)) for tokens in sizes)
 
 
 def test_heads_wider_than_a_tile_or_rows_of_uneven_memory_are_left_to_kernels_of_their_own() -> None:
