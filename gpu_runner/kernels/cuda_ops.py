@@ -164,9 +164,10 @@ class CudaOps:
             )
         else:
             q = x.new_empty(tokens, num_heads, head_dim)
-            normed = self.rms_norm(x, linear.gain, linear.eps)
+            source = residual.gained or self.rms_norm(x, linear.gain, linear.eps)
             places = (positions, kv_index, inv_freq, kv_layer)
-            qkv_norm_rope_write(normed, weight, *places, out=q, config=config, bias=linear.bias, **norms)
+            norms |= {"bias": linear.bias, "x_eps": linear.eps}
+            qkv_norm_rope_write(source, weight, *places, out=q, config=config, **norms)
         out = torch.empty_like(q)
         if not work.all_rows:
             decode_attention(q, kv_layer, out, work, counts=counts, page_table=table, scale=scale)

@@ -145,7 +145,7 @@ def _launch_dot(
         PREFETCH_K=config.prefetch_k if options["PDL"] else 0,  # there is no wait to prefetch in without
         WEIGHT_FIRST=config.weight_first,
         ONCE=token_tiles == 1,
-        PARTS=0 if squares is None else max(MIN_PARTS, triton.next_power_of_2(num_parts)),
+        PARTS=room_for_parts(squares),
         HAS_GAIN=gained is not None,
         **options,
     )
@@ -186,6 +186,11 @@ def _members(config: TileConfig, tokens: int, n: int, k: int) -> int:
     row_tiles = triton.cdiv(n, config.rows)
     most = max(row_tiles, row_tiles * triton.cdiv(k, config.block_k) // MIN_PART_BLOCKS)
     return min(config.programs // triton.cdiv(tokens, config.tokens), most)
+
+
+def room_for_parts(squares: Tensor | None) -> int:
+    """The constant PARTS of a kernel that reads a `Gained`'s squares; 0 where there are none."""
+    return 0 if squares is None else max(MIN_PARTS, triton.next_power_of_2(len(squares)))
 
 
 def _parts_of(scratch: SplitScratch | None, config: LinearConfig, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

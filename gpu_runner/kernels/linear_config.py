@@ -71,14 +71,13 @@ _SHALLOW_TILE = TileConfig(tokens=128, rows=128, block_k=64, stages=3, num_warps
 _SHARED_DEEP = TileConfig(
     tokens=64, rows=32, block_k=128, stages=8, num_warps=4, group=16, programs=128, prefetch_k=512
 )
-_SHARED_NARROW = replace(_SHARED_DEEP, rows=64, stages=6)
 _SHARED = replace(_SHARED_DEEP, rows=128, stages=4, prefetch_k=256)
 _SHARED_WIDE = replace(_SHARED, tokens=128, block_k=64, stages=6, num_warps=8)
 _SMALL = DotConfig(rows=16, block_k=64, stages=4, num_warps=2, split_k=2, prefetch_k=512)
 
 # One program for each tile, whatever the tokens: narrower where rows are few, so that there are more of them.
 _ALONE_NARROW = replace(_SHARED_DEEP, programs=0)
-_ALONE = replace(_SHARED_NARROW, programs=0)
+_ALONE = replace(_SHARED_DEEP, rows=64, stages=6, programs=0)
 _ALONE_WIDE = replace(_SHARED_WIDE, programs=0)
 _ALONE_FLOAT32 = TileConfig(tokens=32, rows=32, block_k=64, stages=2, num_warps=4, group=16)
 
@@ -124,8 +123,9 @@ CUTS: tuple[tuple[int, int, int, LinearConfig | None], ...] = (
     # From 65 on the tokens themselves become traffic, and tiles are wide enough for cuBLAS's kernels. Ours come in
     # where their tiles, shared or not, leave no SM idle, at one number of tokens and hardly at the next, and where
     # cuBLAS takes an unlucky tile.
-    (128, 1024, 4096, _SHARED_NARROW),
-    (128, 3072, 2048, _SHARED_DEEP),
+    (128, 1024, 4096, replace(_NARROW, tokens=128)),
+    (128, 1024, MIN_HEAD_ROWS - 1, replace(_PAIRED, tokens=128)),
+    (128, 3072, 2048, replace(_NARROW, tokens=128, split_k=4)),
     (128, 2048, ANY, None),
     (112, 4096, 4096, _DEEP),
     (128, 4096, 8192, None),
@@ -163,8 +163,6 @@ _HEADS_SHALLOW = replace(_SHALLOW_TILE, num_warps=8)
 HEAD_CUTS: tuple[tuple[int, int, int, TileConfig | None], ...] = (
     (64, ANY, ANY, None),
     (ANY, 1023, ANY, None),
-    (96, 1024, 4096, _HEADS),
-    (128, 1024, 4096, None),
     (256, 1024, 4096, _HEADS),
     (512, 1024, 4096, _HEADS_WIDE),
     # Tiles that are many fill the SMs in turns, of which the last may leave most of them idle.

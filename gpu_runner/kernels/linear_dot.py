@@ -5,7 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gpu_runner.kernels.linear_parts import output_places, outputs_of, prefetch_to_l2, row_values, weight_rows
+from gpu_runner.kernels.linear_parts import (
+    inverse_root,
+    output_places,
+    outputs_of,
+    prefetch_to_l2,
+    row_values,
+    squares_of,
+    weight_rows,
+)
 
 
 @triton.jit
@@ -98,9 +106,7 @@ def linear_dot_kernel(
         residual = tl.load(places, mask=mask, other=0.0)
     if PARTS > 0:
         # Asked for in front of the loop over K and used behind it, they take no time.
-        source = tl.arange(0, PARTS)[:, None]
-        square_mask = (source < num_parts) & (token < num_tokens)[None, :]
-        x_squares = tl.load(squares + source * num_tokens + token[None, :], mask=square_mask, other=0.0)
+        x_squares = squares_of(squares, token, num_tokens, num_parts, PARTS)
     if WEIGHT_FIRST:
         sums = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
     else:
@@ -130,7 +136,7 @@ def linear_dot_kernel(
                 )
             tl.store(arrivals + tl.program_id(0), 0)
         if PARTS > 0:
-            sums *= tl.rsqrt(tl.sum(x_squares, axis=0) / K + eps)[:, None]
+            sums *= inverse_root(x_squares, eps, K)[:, None]
         y = outputs_of(sums + row_bias, residual, x.dtype.element_ty, GATE_UP, ADD).to(out.dtype.element_ty)
         tl.store(places, y, mask=mask)
         if HAS_GAIN:

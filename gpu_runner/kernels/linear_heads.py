@@ -18,14 +18,16 @@ from triton.language.extra.cuda import libdevice
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpu_runner.kernels.launch import launch_options, on_gpu
+from gpu_runner.kernels.linear import room_for_parts
 from gpu_runner.kernels.linear_config import TileConfig
-from gpu_runner.kernels.linear_parts import prefetch_to_l2
+from gpu_runner.kernels.linear_parts import inverse_root, prefetch_to_l2, squares_of
 from gpu_runner.kernels.linear_tile import place_of
 from gpu_runner.kernels.norm_rope import rounded_scale
+from gpu_runner.kernels.residual import Gained
 
 
 def qkv_norm_rope_write(
-    x: Tensor,
+    x: Tensor | Gained,
     weight: Tensor,
     positions: Tensor,
     kv_index: Tensor,
@@ -38,18 +40,23 @@ def qkv_norm_rope_write(
     k_norm: Tensor | None,
     eps: float,
     bias: Tensor | None = None,
+    x_eps: float = 0.0,
 ) -> None:
     """`norm_rope.qk_norm_rope_write` of x @ weight.T + bias: queries to `out`, keys and values to their pages.
 
-    x: [T, K]. weight: [(num_heads + 2 * num_kv_heads) * head_dim, K], rows of q, then k, then v; bias: one for each.
-    out: [T, num_heads, head_dim]. kv_layer: [2, num_pages, num_kv_heads, page_size, head_dim]. All contiguous and of
-    one dtype. positions, kv_index, inv_freq, q_norm, k_norm: as `qk_norm_rope_write` takes them. head_dim: a power of
-    two. config: one program for each tile, and tiles of whole heads, else ValueError.
+    x: [T, K], or a norm that lacks its root, in which x_eps is. weight: [(num_heads + 2 * num_kv_heads) * head_dim,
+    K], rows of q, then k, then v; bias: one for each. out: [T, num_heads, head_dim]. kv_layer: [2, num_pages,
+    num_kv_heads, page_size, head_dim]. All contiguous and of one dtype. positions, kv_index, inv_freq, q_norm, k_norm:
+    as `qk_norm_rope_write` takes them. head_dim: a power of two. config: one program for each tile, and tiles of whole
+    heads, else ValueError.
 
     Positions and kv_index are read before the wait (PDL). So the kernels that wrote them must have ended when the
     kernel launched just before this one starts, as all have that run before a kernel which lets the next one start
     behind its own wait only.
     """
+    squares = None
+    if isinstance(x, Gained):
+        squares, x = x.squares, x.values
     num_tokens, k = x.shape
     _, num_heads, head_dim = out.shape
     _, num_pages, num_kv_heads, page_size, _ = kv_layer.shape
@@ -74,9 +81,12 @@ def qkv_norm_rope_write(
         k_norm,
         out,
         kv_layer,
+        squares,
         num_tokens,
         num_pages,
+        0 if squares is None else len(squares),
         eps,
+        x_eps,
         HEADS=num_heads,
         KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -90,6 +100,7 @@ def qkv_norm_rope_write(
         PREFETCH_K=config.prefetch_k if options["PDL"] else 0,  # there is no wait to prefetch in without
         HAS_BIAS=bias is not None,
         HAS_NORM=q_norm is not None,
+        PARTS=room_for_parts(squares),
         EARLY=config.prefetch_k > 0,
         INTERPRETED=not on_gpu(x),
         **options,
@@ -124,7 +135,7 @@ def _factors(inv_freq, q_norm, k_norm, is_q, half, HALF: tl.constexpr, HAS_NORM:
         return turn, turn, turn
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_pages"])
+@triton.jit(do_not_specialize=["num_tokens", "num_pages", "num_parts"])
 def linear_heads_kernel(
     x,  # descriptor of [T, K] in blocks of [TOKENS, BLOCK_K]
     weight,  # descriptor of [N, K] in blocks of [ROWS, BLOCK_K]
@@ -137,9 +148,12 @@ def linear_heads_kernel(
     k_norm,
     out,  # [T, HEADS, HEAD_DIM]
     kv_layer,  # [2, num_pages, KV_HEADS, PAGE, HEAD_DIM]
+    squares,  # [num_parts, T] float32 if PARTS > 0: x is `residual.Gained`
     num_tokens,  # T
     num_pages,
+    num_parts,
     eps,
+    x_eps,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -153,6 +167,7 @@ def linear_heads_kernel(
     PREFETCH_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    PARTS: tl.constexpr,  # a power of two from num_parts, or 0
     EARLY: tl.constexpr,  # a tile's factors are in registers from its start: where few programs are to an SM
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
@@ -185,12 +200,17 @@ def linear_heads_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
 
+    if PARTS > 0:
+        # Asked for in front of the loop over K and used behind it, they take no time.
+        x_squares = squares_of(squares, token, num_tokens, num_parts, PARTS)
     sums = tl.zeros((TOKENS, ROWS), dtype=tl.float32)
     for block in tl.range(BLOCKS, num_stages=STAGES):
         values = x.load([token_start, block * BLOCK_K])
         w = weight.load([row_tile * ROWS, block * BLOCK_K])
         sums = tl.dot(values, w.T, sums, input_precision="ieee")
 
+    if PARTS > 0:
+        sums *= inverse_root(x_squares, x_eps, K)[:, None]
     if HAS_BIAS:
         row = row_tile * ROWS + tl.arange(0, ROWS)
         sums += tl.load(bias + row, mask=row < TOTAL * HEAD_DIM, other=0.0).to(tl.float32)[None, :]

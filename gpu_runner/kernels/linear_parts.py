@@ -29,6 +29,20 @@ def normed(x, scale, gain):
 
 
 @triton.jit
+def squares_of(squares, token, num_tokens, num_parts, PARTS: tl.constexpr):
+    """[PARTS, tokens] of a `residual.Gained`'s squares; zeros past the last token and part."""
+    source = tl.arange(0, PARTS)[:, None]
+    mask = (source < num_parts) & (token < num_tokens)[None, :]
+    return tl.load(squares + source * num_tokens + token[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def inverse_root(squares, eps, K: tl.constexpr):
+    """[tokens], what the sums of a `residual.Gained` lack. squares: as `squares_of` has them."""
+    return tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+
+
+@triton.jit
 def output_places(out, token, tile, num_tokens, N: tl.constexpr, ROWS: tl.constexpr, GATE_UP: tl.constexpr):
     """Where a tile's outputs for `token` lie, [tokens, columns] pointers, and which of them exist."""
     width: tl.constexpr = N // 2 if GATE_UP else N

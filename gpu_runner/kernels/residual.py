@@ -7,10 +7,10 @@ the linear layer behind the norm can divide its sums, not its inputs, by the roo
     writer   residual r;  gained = r * gain;  squares = sum of r^2 over the columns of its tile
     reader   (gained @ weight.T) / sqrt(sum of squares / hidden + eps)
 
-Then no kernel stands between the two. `linear_dot` kernels are such writers and readers, and the embedding such a
-writer. A gained value is rounded once; a norm's result would be before its gain and after it. It has no bound as a norm
-has, which float16 would need, and bfloat16 does not. Nothing is added up across programs, so that results do not depend
-on their order.
+Then no kernel stands between the two. `linear_dot` kernels are such writers and readers, the embedding such a writer
+and `linear_heads` such a reader. A gained value is rounded once; a norm's result would be before its gain and after it.
+It has no bound as a norm has, which float16 would need, and bfloat16 does not. Nothing is added up across programs, so
+that results do not depend on their order.
 """
 
 from __future__ import annotations

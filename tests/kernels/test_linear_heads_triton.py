@@ -16,7 +16,7 @@ from gpu_runner.kernels import cuda_ops, reference
 from gpu_runner.kernels.cuda_ops import CudaMeta, CudaOps
 from gpu_runner.kernels.linear_config import TileConfig, choose_heads
 from gpu_runner.kernels.linear_heads import qkv_norm_rope_write
-from gpu_runner.kernels.residual import NormedLinear, Residual
+from gpu_runner.kernels.residual import Gained, NormedLinear, Residual
 from gpu_runner.kernels.step_meta import new_step_meta
 from gpu_runner.kernels.work_list import allocate_work_list
 from gpu_runner.schedule.buckets import token_buckets
@@ -27,7 +27,7 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPES = [torch.bfloat16, torch.float32] if ON_GPU else [torch.float32]
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 PAGE = 16
-EPS = 1e-6
+EPS, X_EPS = 1e-6, 1e-2
 K = 72
 
 # Heads of queries, of keys, dimensions: groups of one and more; tiles of one kind of head, of several, not all of them.
@@ -92,18 +92,27 @@ def draw(
     )
 
 
-def run(given: Given, config: TileConfig) -> tuple[Tensor, Tensor]:
-    """Queries and pages."""
+def gained_of(x: Tensor, gain: Tensor) -> Gained:
+    """In three parts of columns that are no two alike; what lies behind them in memory is poisoned."""
+    memory = torch.full((20, len(x)), torch.nan, device=DEVICE)
+    for part, columns in enumerate(x.float().split([8, 24, K - 32], dim=1)):
+        memory[part] = columns.square().sum(dim=1)
+    return Gained(gain=gain, values=(x.float() * gain.float()).to(x.dtype), squares=memory[:3])
+
+
+def run(given: Given, config: TileConfig, *, x: Gained | None = None) -> tuple[Tensor, Tensor]:
+    """Queries and pages. x: in place of that which is given."""
     out = torch.full((len(given.x), given.heads, given.head_dim), torch.nan, dtype=given.x.dtype, device=DEVICE)
     kv_layer = given.empty_cache()
     qkv_norm_rope_write(
-        *(given.x, given.weight, given.positions, given.kv_index, given.inv_freq, kv_layer),
+        *(x or given.x, given.weight, given.positions, given.kv_index, given.inv_freq, kv_layer),
         out=out,
         config=config,
         q_norm=given.q_norm,
         k_norm=given.k_norm,
         eps=EPS,
         bias=given.bias,
+        x_eps=X_EPS,
     )
     return out, kv_layer
 
@@ -165,6 +174,18 @@ def test_heads_equal_those_of_separate_operations(
 def test_tokens_fill_tiles_or_leave_one_in_the_last(tokens: int, dtype: torch.dtype) -> None:
     given = draw(tokens, SHAPES[0], dtype, normed=True)
     assert_same(run(given, replace(TILES[0], group=4)), expected_of(given))
+
+
+@parametrize_dtypes
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("config", TILES, ids=str)
+def test_heads_of_a_norm_that_lacks_its_root_equal_those_behind_the_norm(
+    config: TileConfig, bias: bool, dtype: torch.dtype
+) -> None:
+    given = draw(37, SHAPES[0], dtype, normed=True, bias=bias)
+    gain = 1 + 0.3 * normal(K, dtype=dtype, seed=6)
+    found = run(given, config, x=gained_of(given.x, gain))
+    assert_same(found, expected_of(replace(given, x=reference.rms_norm(given.x, gain, X_EPS))))
 
 
 def test_values_are_the_product_and_all_is_the_same_again() -> None:
@@ -238,7 +259,7 @@ def test_heads_are_in_the_product_at_the_sizes_where_that_is_faster() -> None:
     def left_out(n: int, k: int) -> list[int]:
         return [tokens for tokens in sizes if tokens > 64 and choose_heads(tokens, n, k, 128) is None]
 
-    assert left_out(4096, 1024) == [112, 128, 1280]
+    assert left_out(4096, 1024) == [1280]
     assert left_out(6144, 4096) == [
         *(80, 96, 112, 128, 160, 192, 256, 320, 384, 448, 512),
         *(768, 896, 1024, 1536, 1792, 2560, 3072),
@@ -255,8 +276,8 @@ def test_heads_wider_than_a_tile_or_rows_of_uneven_memory_are_left_to_kernels_of
 # ---------------------------------------------------------------------------------------------------- in a layer
 
 
-def attend(step: AttentionStep, given: Given, kv_layer: Tensor) -> Tensor:
-    """By `CudaOps`, of the step's rows."""
+def attend(step: AttentionStep, given: Given, kv_layer: Tensor, *, gained: bool) -> Tensor:
+    """By `CudaOps`, of the step's rows. gained: the layer before has left the norm without its root."""
     work = allocate_work_list(
         max_rows=8, max_tokens=len(given.x), num_heads=given.heads, num_kv_heads=given.kv_heads,
         head_dim=given.head_dim, window=None, device=DEVICE,
@@ -266,8 +287,10 @@ def attend(step: AttentionStep, given: Given, kv_layer: Tensor) -> Tensor:
     meta.counts.copy_(step.counts)
     meta.positions.copy_(given.positions)
     meta.kv_index.copy_(given.kv_index)
+    gain = 1 + 0.1 * given.x[0]
+    residual = Residual(given.x, gained_of(given.x, gain) if gained else None)
     return CudaOps().attend(
-        *(Residual(given.x), NormedLinear(1 + 0.1 * given.x[0], EPS, given.weight, given.bias), kv_layer),
+        *(residual, NormedLinear(gain, X_EPS, given.weight, given.bias), kv_layer),
         CudaMeta(step=meta, work={None: work}, page_table=step.page_table, prefill=True),
         inv_freq=given.inv_freq,
         num_heads=given.heads,
@@ -280,8 +303,9 @@ def attend(step: AttentionStep, given: Given, kv_layer: Tensor) -> Tensor:
 
 
 @parametrize_dtypes
+@pytest.mark.parametrize("gained", [False, True])
 def test_attention_is_the_same_with_heads_in_the_product_and_behind_it(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    gained: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = make_step(
         decode_lens=[5, 33], chunks=[(0, 20), (30, 18)], heads=4, kv_heads=2, head_dim=64, max_rows=8, dtype=dtype,
@@ -297,7 +321,7 @@ def test_attention_is_the_same_with_heads_in_the_product_and_behind_it(
     for config in (None, replace(TILES[0], prefetch_k=0)):
         monkeypatch.setattr(cuda_ops, "_chosen_heads", Mock(return_value=config))
         kv_layer = step.kv_layer.clone()
-        out = attend(step, given, kv_layer)
+        out = attend(step, given, kv_layer, gained=gained)
         results.append((out, kv_layer.nan_to_num(7.0)))
     (expected, expected_kv), (out, kv_layer) = results
     assert_close(out, expected)
