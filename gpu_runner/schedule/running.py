@@ -91,10 +91,9 @@ class DecodeRows:
         slots, index = self._slots, self.index
         slots.computed[index] = self.start
         if self._tokens:
-            known = slots.known[index]
-            cells = index * slots.max_model_len + known
-            slots.token_cells[cells[:, None] + np.arange(len(self._tokens))] = np.array(self._tokens).T
-            slots.known[index] = known + len(self._tokens)
+            known, count = slots.known[index], len(self._tokens)
+            slots.runs_of_tokens(count)[index * slots.max_model_len + known] = np.array(self._tokens).T
+            slots.known[index] = known + count
             self._tokens.clear()
 
     def check_integrity(self) -> None:

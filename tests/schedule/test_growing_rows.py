@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from support.engine_core import EngineCore
 
 from asyncengine.config import PAGE_SIZE
 from gpu_runner.schedule.plan import StepPlan
+from gpu_runner.schedule.slots import Slots
 
 PROMPTS = (3, 4, 5)
 
@@ -89,3 +91,15 @@ def test_pages_for_later_steps_are_those_of_prefixes_that_nobody_uses() -> None:
     assert [writes(plan) for plan in plans if len(plan.page_id)] == [[(0, 1), (1, 1), (2, 1)]]
     assert core.scheduler.gauges()["cached_pages"] == 6
     assert core.scheduler.counters.preemptions == 0
+
+
+@pytest.mark.parametrize("length", [1, 3, 16])
+def test_runs_of_tokens_begin_with_any_cell(length: int) -> None:
+    slots = Slots(3, 16)
+    runs = np.arange(2 * length, dtype=np.int32).reshape(2, length) + 1
+    ends = [16, 48]  # the last run ends with the last cell
+    slots.runs_of_tokens(length)[np.array(ends) - length] = runs
+    expected = np.zeros(48, np.int32)
+    for end, run in zip(ends, runs, strict=True):
+        expected[end - length : end] = run
+    assert slots.tokens.reshape(-1).tolist() == expected.tolist()
