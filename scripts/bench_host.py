@@ -2,8 +2,8 @@
 
     python scripts/bench_host.py [--steps 2000] [--batches 1,64,512] [--wait-ms 3] [--evict-mb 4] [--json out.json]
 
-Every row decodes: the steady state, where the cost should hardly depend on the batch. Pages are taken from the pool as
-rows grow, one page per row and 16 steps, of a sixteenth of the rows in each step. Results are made up (no row ends),
+Every row decodes: the steady state, where the cost should hardly depend on the batch. In one of 16 steps each row takes
+a page from the pool: medians are those of the others, the 99th percentile shows it. Results are made up (no row ends),
 two steps in flight as in the real loop.
 
 A device that takes a while leaves the host's caches to others: `--wait-ms` spins for each result, `--evict-mb` walks

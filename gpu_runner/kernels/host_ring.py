@@ -29,7 +29,7 @@ NUM_WARPS = 4
 MAX_PROGRAMS = 32
 """Reads over the bus take a microsecond or two, however few: what a step usually needs is asked for at once."""
 WORDS_PER_TOKEN = 8
-"""What a plan has for each token, if it has little else: five words of a decode row, and half of a new page."""
+"""What a plan has for each token, if it has little else: five words of a decode row, and three of a new page."""
 
 
 @dataclass(frozen=True, slots=True)

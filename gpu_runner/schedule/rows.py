@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncengine.config import PAGE_SIZE
 from gpu_runner.kvcache.pages import PagePool
@@ -15,7 +16,7 @@ from gpu_runner.kvcache.sessions import Sessions
 from gpu_runner.schedule.host_tier import HostTier
 from gpu_runner.schedule.plan import Int32
 from gpu_runner.schedule.request import Request
-from gpu_runner.schedule.running import GrowingRows
+from gpu_runner.schedule.running import DecodeRows
 from gpu_runner.schedule.slots import Slots, State
 
 
@@ -81,10 +82,13 @@ class Rows:
                 self.tree.evict(count - self.pool.num_free)
         return max(0, count - self.pool.num_free)
 
+    def has_pages(self, count: int) -> bool:
+        """Whether there would be so many if all cached prefixes were evicted."""
+        return count <= self.pool.num_free + self.tree.num_evictable
+
     def has_room(self, num_tokens: int, *, watermark: int) -> bool:
         """Whether a request of `num_tokens` would find pages, though it found none of its prefix in the cache."""
-        needed = -(-num_tokens // PAGE_SIZE)
-        return needed + watermark <= self.pool.num_free + self.tree.num_evictable
+        return self.has_pages(-(-num_tokens // PAGE_SIZE) + watermark)
 
     def unpin_for(self, count: int, tenant: str | None, *, copied_only: bool = False) -> None:
         """Have sessions give up pins on the device until `tenant` can have `count` pages once no step is in flight.
@@ -193,14 +197,16 @@ class Rows:
             return num_tokens - 1
         return int(slots.scored[slot]) if slot >= 0 else 0
 
-    def grow(self, growing: GrowingRows) -> Int32:
-        """Give each of these rows one more page, which must be free; returns their ids."""
-        slots = self.slots
-        pages = self.pool.allocate(len(growing.index))
-        slots.page_cells[growing.cell] = pages
-        growing.grown()
-        slots.num_pages[growing.index] = growing.num_pages
-        return pages
+    def grow(self, decoding: DecodeRows, place: NDArray[np.intp]) -> tuple[Int32, Int32, Int32]:
+        """Give each of the rows at these places, [G] ascending, one more page, which must be free. Returns their slots,
+        and of the new pages the places in the page tables and the ids, [G] each."""
+        slots, index = self.slots, decoding.index[place]
+        page_index = slots.num_pages[index]
+        pages = self.pool.allocate(len(place))
+        slots.page_cells[index * slots.pages_per_seq + page_index] = pages
+        slots.num_pages[index] = page_index + np.int32(1)
+        decoding.grown(place)
+        return decoding.slot[place], page_index, pages
 
     def share(self, slot: int) -> None:
         """Put the row's computed full pages into the prefix tree, and hold them there.

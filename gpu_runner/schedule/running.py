@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncengine.config import PAGE_SIZE
+from asyncengine.sampling import INT32_MAX
 from gpu_runner.schedule.plan import Bool, Int32
 from gpu_runner.schedule.slots import Slots, State
 
@@ -14,28 +15,9 @@ STEPS_BETWEEN_STORES = 16
 once."""
 _NO_SLOTS: Int32 = np.empty(0, np.int32)
 # numpy adds a scalar by making such an array of it first, which takes longer than the sum.
-_ONE: Int32 = np.ones((), np.int32)
-_ONE_CELL = np.ones((), np.intp)
-_ONE.flags.writeable = _ONE_CELL.flags.writeable = False
-
-
-class GrowingRows:
-    """G rows that begin a page with the same token: while they decode, with each PAGE_SIZE-th one again."""
-
-    __slots__ = ("cell", "index", "num_pages", "place", "slot")
-
-    def __init__(self, slots: Slots, decoding: DecodeRows, place: NDArray[np.intp]) -> None:
-        self.place = place  # [G], of these rows among those that decode; ascending
-        self.slot: Int32 = decoding.slot[place]  # [G]
-        self.index: NDArray[np.intp] = decoding.index[place]  # [G], the same
-        self.num_pages: Int32 = slots.num_pages[self.index]  # [G], as of `Slots`
-        self.cell: NDArray[np.intp] = self.index * slots.pages_per_seq + self.num_pages  # [G], of the next page
-        self.slot.flags.writeable = False
-
-    def grown(self) -> None:
-        """Each has one page more; new arrays, for plans keep the old ones."""
-        self.num_pages = np.add(self.num_pages, _ONE)
-        np.add(self.cell, _ONE_CELL, out=self.cell)
+_ONE: Int32 = np.array(1, np.int32)
+_PAGE: Int32 = np.array(PAGE_SIZE, np.int32)
+_ONE.flags.writeable = _PAGE.flags.writeable = False
 
 
 class DecodeRows:
@@ -47,15 +29,13 @@ class DecodeRows:
     """
 
     __slots__ = (
-        *("_growing", "_slots", "_step", "_tokens", "any_constrained", "any_interactive", "gen", "index", "length"),
-        *("limit", "samples", "slot", "start", "steps_before_last"),
+        *("_page_end", "_slots", "_tokens", "any_constrained", "any_interactive", "gen", "index", "length", "limit"),
+        *("samples", "slot", "start", "steps_before_growth", "steps_before_last"),
     )
 
     def __init__(self, slots: Slots, slot: Int32) -> None:
         self._slots = slots
         self._tokens: list[Int32] = []  # [R] each, sampled by steps one after the other
-        self._step = 0  # of the page: how often they advanced, modulo PAGE_SIZE
-        self._growing: list[GrowingRows | None] = [None] * PAGE_SIZE  # by `_step`; None = not asked for yet
         self.slot = slot  # [R]
         self.index: NDArray[np.intp] = slot.astype(
             np.intp
@@ -67,27 +47,37 @@ class DecodeRows:
         self.any_constrained = bool(slots.constrained[self.index].any())
         self.any_interactive = not slots.background[self.index].all()
         self.start: Int32 = slots.computed[self.index]  # [R], positions of the next step's tokens
-        left = (self.limit - self.start).min(initial=np.iinfo(np.int32).max)
+        left = (self.limit - self.start).min(initial=INT32_MAX)
         self.steps_before_last = int(left) - 2  # steps until one in which a row samples its last token
+        self._page_end: Int32 = slots.num_pages[self.index] * _PAGE  # [R], first position that none of its pages holds
+        self.steps_before_growth = self._least_room()  # steps until one for which a row has no page
         for array in (self.slot, self.index, self.gen, self.limit, self.length, self.samples):
             array.flags.writeable = False
 
     def __len__(self) -> int:
         return len(self.slot)
 
-    @property
-    def growing(self) -> GrowingRows:
-        """Those that need a page for their next token: a row's pages hold what is computed, no more."""
-        growing = self._growing[self._step]
-        if growing is None:
-            place = ((self.start & (PAGE_SIZE - 1)) == 0).nonzero()[0]
-            growing = self._growing[self._step] = GrowingRows(self._slots, self, place)
-        return growing
+    def short_of_pages(self, steps: int) -> NDArray[np.intp]:
+        """Which rows, ascending, need another page to be in all of the next `steps`, PAGE_SIZE at most, or in those
+        until they end."""
+        last = self.limit - _ONE  # where a row's last token will be, which no step computes
+        short: Bool = self._page_end < np.minimum(self.start + np.int32(steps), last)
+        return short.nonzero()[0]
+
+    def grown(self, place: NDArray[np.intp]) -> None:
+        """These of the rows, each named once, have a page more; `Slots` knows."""
+        self._page_end[place] += _PAGE
+        self.steps_before_growth = self._least_room()
+
+    def _least_room(self) -> int:
+        """The fewest tokens that a row has room for. One that ends sooner does so with room left."""
+        room = self._page_end - self.start
+        return int(room[room.argmin()]) if len(room) else INT32_MAX
 
     def advance(self) -> None:
         """Each row is one token further; `start` is a new array, for plans keep the old one."""
         self.start = np.add(self.start, _ONE)
-        self._step = (self._step + 1) % PAGE_SIZE
+        self.steps_before_growth -= 1
         self.steps_before_last -= 1
 
     def sampled(self, tokens: Int32) -> None:
@@ -101,28 +91,22 @@ class DecodeRows:
         slots, index = self._slots, self.index
         slots.computed[index] = self.start
         if self._tokens:
-            known = slots.known[index]
-            cells = index * slots.max_model_len + known
-            slots.token_cells[cells[:, None] + np.arange(len(self._tokens))] = np.array(self._tokens).T
-            slots.known[index] = known + len(self._tokens)
+            known, count = slots.known[index], len(self._tokens)
+            slots.runs_of_tokens(count)[index * slots.max_model_len + known] = np.array(self._tokens).T
+            slots.known[index] = known + count
             self._tokens.clear()
 
     def check_integrity(self) -> None:
         slots, index = self._slots, self.index
         assert len(np.unique(self.start - slots.computed[index])) <= 1, "rows advanced, but not all of them"
         assert np.all(slots.known[index] + len(self._tokens) <= self.start + 1)
-        assert np.all(-(-self.start // PAGE_SIZE) == slots.num_pages[index]), (
-            "a row's pages are not those of its tokens"
-        )
-        assert not len(self) or self.steps_before_last == (self.limit - self.start).min() - 2
-        for step, growing in enumerate(self._growing):
-            if growing is not None:
-                begins_page = (self.start + (step - self._step)) % PAGE_SIZE == 0
-                assert growing.place.tolist() == np.flatnonzero(begins_page).tolist(), "other rows begin a page"
-                assert np.array_equal(growing.slot, self.slot[growing.place])
-                assert np.array_equal(growing.index, growing.slot)
-                assert np.array_equal(growing.num_pages, slots.num_pages[growing.index])
-                assert np.array_equal(growing.cell, growing.index * slots.pages_per_seq + growing.num_pages)
+        ahead = slots.num_pages[index] - -(-self.start // PAGE_SIZE)
+        assert np.all((ahead == 0) | (ahead == 1)), "a row's pages are not those of its tokens, nor one more"
+        assert np.all(slots.num_pages[index] <= -(-(self.limit - 1) // PAGE_SIZE)), "a row has a page it will not need"
+        assert np.array_equal(self._page_end, slots.num_pages[index] * PAGE_SIZE)
+        if len(self):
+            assert self.steps_before_last == (self.limit - self.start).min() - 2
+            assert self.steps_before_growth == (self._page_end - self.start).min()
 
     @property
     def known(self) -> Int32:

@@ -69,7 +69,7 @@ def test_every_request_ends_with_its_own_tokens_and_no_page_is_lost(
         kv_host_memory_gib=host_gib,
         max_model_len=CONTEXT,
     ) as engine:
-        load = RandomLoad(engine.core(check=False, host_pages=engine.executor.host_pages), context=CONTEXT, seed=1)
+        load = RandomLoad(engine.core(check=False, host_pages=engine.executor.host_pages), context=CONTEXT, seed=2)
         load.run(seconds(size) if isinstance(size, float) else turns(size), check_every=check_every)
         load.assert_all_ended()
         gauges = load.core.scheduler.gauges()

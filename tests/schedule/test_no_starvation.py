@@ -100,7 +100,7 @@ def test_no_request_gives_way_more_often_than_it_may_whatever_comes() -> None:
     """Rows of the background are wanted by interactive ones, of tenants by others', less important by more important,
     and pages by all that grow."""
     most = []
-    for seed, num_pages in ((0, 12), (3, 16), (7, 24)):
+    for seed, num_pages in ((8, 12), (3, 16), (1, 24)):
         crowd = Crowd(POLICIES[seed % 4], num_pages=num_pages, seed=seed)
         for _ in range(600):
             if crowd.rng.random() < 0.05:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from support.engine_core import EngineCore
 
-from asyncengine.config import PAGE_SIZE
 from gpu_runner.schedule.plan import StepPlan
 
 ROW_ARRAYS = ("row_slot", "row_gen", "row_len", "row_samples")
@@ -52,20 +51,6 @@ def test_the_shared_arrays_of_rows_cannot_be_written() -> None:
     for name in ROW_ARRAYS:
         with pytest.raises(ValueError, match="read-only"):
             getattr(plan, name)[0] = 1
-
-
-def test_rows_that_decode_on_get_a_page_with_every_sixteenth_token() -> None:
-    core = decoding_core(3)
-    for _ in range(3 * PAGE_SIZE):
-        core.turn()
-    plans = core.plans[-3 * PAGE_SIZE :]
-    assert all(plan.row_slot is plans[0].row_slot for plan in plans)
-    for plan in plans:
-        begins_page = plan.row_start % PAGE_SIZE == 0
-        assert plan.page_slot.tolist() == plan.row_slot[begins_page].tolist()
-        assert plan.page_index.tolist() == (plan.row_start[begins_page] // PAGE_SIZE).tolist()
-    ids = np.concatenate([plan.page_id for plan in plans]).tolist()
-    assert len(ids) == len(set(ids)) == 9
 
 
 def test_a_row_that_joins_or_leaves_changes_no_plan_made_before() -> None:
