@@ -163,7 +163,9 @@ def test_runs_are_whole_whatever_is_shared_out() -> None:
 @parametrize_models
 def test_heads_in_the_product_are_whole_in_each_tile(name: str) -> None:
     model = layers_of(SHAPES[name])
-    n, k = linear_shapes(model)[0]
+    shapes = linear_shapes(model)
+    n, k = shapes[0]
+    values, arrivals = largest_scratch(shapes, MAX_TOKENS)
     heads = model.num_heads + 2 * model.num_kv_heads
     for tokens in range(1, MAX_TOKENS + 1):
         config = choose_heads(tokens, n, k, model.head_dim)
@@ -171,6 +173,9 @@ def test_heads_in_the_product_are_whole_in_each_tile(name: str) -> None:
             assert config.rows % model.head_dim == 0
             assert tiles(n, config.rows) == tiles(heads, config.rows // model.head_dim)
             assert 2 * k % ROW_BYTES == 0
+            own_values, own_arrivals = scratch_size(config, tokens, n)
+            assert own_values <= values
+            assert own_arrivals <= arrivals
             assert_can_run(config)
             assert max(config.rows, config.tokens) <= MAX_BOX
 
