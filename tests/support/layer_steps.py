@@ -225,7 +225,7 @@ class LayerSteps:
             model=self._config,
             kv_cache=kv_cache,
             state=state,
-            max_rows=min(self._rows.max_rows, max_tokens),
+            max_rows=self._rows.max_rows_of(max_tokens),
             max_step_tokens=max_tokens,
             upload_words=upload_words(num_slots=num_slots, pages_per_seq=pages_per_seq, max_step_tokens=max_tokens),
             dtype=self._dtype,

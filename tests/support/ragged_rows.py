@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -16,6 +15,7 @@ from gpu_runner.kernels.ops import BatchMeta
 from gpu_runner.kernels.upload_layout import Int32, Upload
 from gpu_runner.schedule.buckets import bucket_for, token_buckets
 
+FEW_ROWS = 64
 NOTHING: Int32 = np.empty(0, np.int32)
 
 
@@ -89,18 +89,24 @@ class RaggedRows:
     def token_ids(self, count: int) -> Int32:
         return np.random.default_rng(2).integers(0, self.vocab_size, count).astype(np.int32)
 
+    def max_rows_of(self, max_tokens: int) -> int:
+        """Of an engine whose largest step is of so many tokens. Not many numbers, as each has kernels of its own."""
+        return self.max_rows if max_tokens >= self.max_rows else min(FEW_ROWS, max_tokens)
+
     def steps(self) -> Iterator[RaggedStep]:
         """Of each bucket, and each odd size, one that decodes, if rows are as many, and one that prefills, of every
-        second bucket beside rows that decode. Some steps fill their buckets, others leave as much padding as can be."""
-        buckets = token_buckets(self.max_tokens)
-        sizes = [*pairwise((0, *buckets)), *((buckets[bisect_left(buckets, odd) - 1], odd) for odd in self.odd_sizes)]
-        for index, (previous, bucket) in enumerate(sizes):
-            fewest, fills = previous + 1, index % 2 == 0
-            if bucket <= bucket_for(buckets, self.max_rows):
-                yield RaggedStep(bucket, min(self.max_rows, fewest if fills else bucket), ())
-            tokens = bucket if fills else fewest
-            decode = min(tokens // 4, self.max_rows - self._most_chunks) if index % 4 < 2 else 0
-            yield RaggedStep(bucket, decode, chunks_of(tokens - decode, self._most_chunks))
+        second two beside rows that decode. Some steps fill their buckets, others leave as much padding as can be."""
+        for max_tokens in (self.max_tokens, *self.odd_sizes):
+            buckets, rows = token_buckets(max_tokens), self.max_rows_of(max_tokens)
+            for index, (previous, bucket) in enumerate(pairwise((0, *buckets))):
+                if max_tokens != self.max_tokens and bucket != max_tokens:
+                    continue
+                fewest, fills = previous + 1, index % 2 == 0
+                if bucket <= bucket_for(buckets, rows):
+                    yield RaggedStep(bucket, min(rows, fewest if fills else bucket), ())
+                tokens = bucket if fills else fewest
+                decode = min(tokens // 4, rows - self._most_chunks) if index % 4 < 2 else 0
+                yield RaggedStep(bucket, decode, chunks_of(tokens - decode, self._most_chunks))
 
 
 def chunks_of(tokens: int, most: int) -> tuple[int, ...]:
