@@ -25,6 +25,7 @@ from gpu_runner.kernels.linear_config import (
     TileConfig,
     choose,
     choose_heads,
+    choose_invariant,
     largest_scratch,
     scratch_size,
 )
@@ -71,6 +72,16 @@ def test_every_product_is_cut_as_its_kernel_can_take_it(name: str) -> None:
                 assert_split_fits(config, tokens, n, k)
             if place == GATE_UP:
                 assert config.rows % 2 == 0
+            assert_can_run(config)
+
+
+@parametrize_models
+def test_products_that_do_not_depend_on_other_tokens_have_a_program_for_each_tile(name: str) -> None:
+    for n, k in linear_shapes(layers_of(SHAPES[name])):
+        for element_bytes in (2, 4):
+            config = choose_invariant(n, k, element_bytes)
+            assert config.programs == 0
+            assert_tiles_can_run(config, 1, 0, n, k)
             assert_can_run(config)
 
 

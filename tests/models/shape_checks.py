@@ -14,6 +14,7 @@ from gpu_runner.kernels.cuda_ops import CudaOps
 from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.head import HeadSampler
 from gpu_runner.kernels.head_config import HeadConfig
+from gpu_runner.kernels.invariant_cuda_ops import InvariantCudaOps
 from gpu_runner.kernels.step_meta import new_step_meta
 from gpu_runner.models.weights import linear_shapes
 from gpu_runner.schedule.buckets import token_buckets
@@ -35,13 +36,15 @@ LOGIT_ERROR = 1e-3
 """Of logits whose deviation is 1: what float32 sums of another order come to is a hundredth of it."""
 
 
-def check_layers(name: str) -> None:
+def check_layers(name: str, *, invariant: bool = False) -> None:
     config = layers_of(SHAPES[name], vocab_size=ROWS.vocab_size)
 
     def ops(device: torch.device) -> CudaOps:
+        if invariant:
+            return InvariantCudaOps()
         return CudaOps.for_weights(linear_shapes(config), max_tokens=ROWS.max_tokens, device=device)
 
-    layers = LayerSteps(config, ROWS, ops, device=CUDA, dtype=torch.bfloat16)
+    layers = LayerSteps(config, ROWS, ops, device=CUDA, dtype=torch.bfloat16, invariant=invariant)
     wrongs = [
         wrong for step in ROWS.steps() for wrong in layers.wrongs(step, row_error=ROW_ERROR, value_error=VALUE_ERROR)
     ]

@@ -103,9 +103,12 @@ class LayerSteps:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        invariant: bool = False,
     ) -> None:
-        """make_ops: the kernels under test, on a device; called for "meta" too, where there is something to compile."""
+        """make_ops: the kernels under test, on a device; called for "meta" too, where there is something to compile.
+        invariant: as of `GraphStep`."""
         self._config, self._rows, self._device, self._dtype = config, rows, device, dtype
+        self._invariant = invariant
         self._graph = _Capture() if device.type == "cuda" else _Call()
         if device.type == "cuda":
             self._compile(make_ops(META))
@@ -229,6 +232,7 @@ class LayerSteps:
             max_step_tokens=max_tokens,
             upload_words=upload_words(num_slots=num_slots, pages_per_seq=pages_per_seq, max_step_tokens=max_tokens),
             dtype=self._dtype,
+            invariant=self._invariant,
         )
 
     def _compile(self, ops: CudaOps) -> None:
