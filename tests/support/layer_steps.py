@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
+from support.poisoned_graphs import Calls, PoisonedGraphs
 from support.ragged_rows import RaggedBatch, RaggedRows, RaggedStep, batch_of
 from support.reference_logits import widened
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from asyncengine.config import PAGE_SIZE
-from gpu_runner.device.graph_step import Graph, GraphStep, Uncaptured
+from gpu_runner.device.graph_step import GraphStep
 from gpu_runner.device.host import usable_cores
 from gpu_runner.kernels import reference
 from gpu_runner.kernels.cuda_ops import CudaMeta, CudaOps
@@ -39,9 +39,6 @@ META = torch.device("meta")
 SHARPNESS = 1.5
 """Of queries: how far scores deviate from 0. Then a few keys have most of the weight, and attention's outputs are about
 as large as values; with less they would drown among a residual's other parts."""
-POISON_BYTES = 512 << 20
-SMALL_BYTES, SMALL_COUNT = 256 << 10, 256
-"""Memory of up to a mebibyte is the allocator's own kind."""
 GATHERED_BYTES = 256 << 20
 """Of keys, by the reference at a time."""
 
@@ -109,7 +106,7 @@ class LayerSteps:
         invariant: as of `GraphStep`."""
         self._config, self._rows, self._device, self._dtype = config, rows, device, dtype
         self._invariant = invariant
-        self._graph = _Capture() if device.type == "cuda" else _Call()
+        self._graph = PoisonedGraphs() if device.type == "cuda" else Calls()
         if device.type == "cuda":
             self._compile(make_ops(META))
         self._ops = make_ops(device)
@@ -274,38 +271,3 @@ def differences(actual: Tensor, expected: Tensor, *, row_error: float, value_err
         f"{int(wrong.sum())} of {len(wrong)} tokens, first {int(wrong.nonzero()[0])}: errors up to "
         f"{float(by_row.max()):.5f} of a token and {float(by_value.max()):.5f} of a value"
     ]
-
-
-class _Call:
-    """Without graphs: work is done when it would be replayed."""
-
-    @contextmanager
-    def made(self, work: Callable[[], None]) -> Iterator[Graph]:
-        yield Uncaptured(work)
-
-
-class _Capture:
-    """Graphs of one pool, one at a time. The first fills the pool's memory with NaN, which the others then take."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()
-        self._poison = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._poison, pool=self._pool, stream=self._stream):
-            sizes = [POISON_BYTES] + SMALL_COUNT * [SMALL_BYTES]
-            # as float32 they are NaN too
-            taken = [torch.full((size // 2,), torch.nan, dtype=torch.bfloat16, device="cuda") for size in sizes]
-            del taken
-
-    @contextmanager
-    def made(self, work: Callable[[], None]) -> Iterator[Graph]:
-        torch.cuda.synchronize()
-        with torch.cuda.stream(self._stream):
-            work()  # what is made by a first call is not captured
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-                work()
-            self._poison.replay()
-            yield graph
-            torch.cuda.synchronize()
