@@ -71,7 +71,7 @@ def check(step: AttentionStep, work: WorkList, scale: float, tiling: DecodeTilin
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(2, 2, 64), (4, 2, 128), (6, 2, 64), (4, 1, 128), (8, 1, 64)]
+    ("heads", "kv_heads", "head_dim"), [(2, 2, 64), (4, 2, 128), (6, 2, 64), (4, 1, 128), (8, 1, 64), (7, 1, 64)]
 )
 def test_rows_at_page_and_tile_borders_equal_softmax(heads: int, kv_heads: int, head_dim: int) -> None:
     step = make_step(

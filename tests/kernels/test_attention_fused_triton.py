@@ -148,6 +148,15 @@ def test_rows_in_many_ranges_are_merged(tiling: FusedTiling, lens: list[int], kv
     case.check(tiling)
 
 
+@pytest.mark.parametrize(("group", "head_dim"), [(5, 64), (6, 64), (7, 64), (7, 128), (3, 32), (7, 32)])
+def test_groups_of_any_number_of_heads_are_merged_too(group: int, head_dim: int) -> None:
+    """Of which some are not a power of two, nor a multiple of the heads that are merged at a time."""
+    for tiling in (FusedTiling(16, 4), FusedTiling(32, 8)):
+        case = Case([1, 530, 65], heads=2 * group, kv_heads=2, head_dim=head_dim, max_rows=3, target_programs=16)
+        assert int(case.work.items[:, 6].max()) > 1
+        case.check(tiling)
+
+
 @pytest.mark.parametrize("window", [1, 16, 50, 64, 200])
 def test_a_window_hides_all_earlier_keys(window: int) -> None:
     lens = [1, 16, 17, 64, 65, 290]

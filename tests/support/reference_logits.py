@@ -24,7 +24,7 @@ class ReferenceLogits:
     def __init__(self, model: str, *, dtype: torch.dtype, device: torch.device) -> None:
         config = read_model_config(model)
         weights = random_weights(config, device=device, dtype=dtype)
-        self._decoder = Decoder(config, _widened(weights), ReferenceOps())
+        self._decoder = Decoder(config, widened(weights), ReferenceOps())
         self._device = device
 
     @torch.inference_mode()
@@ -51,13 +51,13 @@ class ReferenceLogits:
         return logits.amax(dim=1) - logits.gather(1, torch.tensor(output)[:, None])[:, 0]
 
 
-def _widened(weights: Any) -> Any:
+def widened(weights: Any) -> Any:
     """The same dataclasses, tensors in float32."""
     if isinstance(weights, Tensor):
         return weights.float()
     if isinstance(weights, tuple):
-        return tuple(_widened(part) for part in weights)
+        return tuple(widened(part) for part in weights)
     if dataclasses.is_dataclass(weights) and not isinstance(weights, type):
-        parts = {field.name: _widened(getattr(weights, field.name)) for field in dataclasses.fields(weights)}
+        parts = {field.name: widened(getattr(weights, field.name)) for field in dataclasses.fields(weights)}
         return dataclasses.replace(weights, **parts)
     return weights
