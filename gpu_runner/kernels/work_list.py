@@ -117,7 +117,7 @@ def allocate_work_list(
     """
     target = max(1, target_programs // num_kv_heads)
     tile_rows = tile_rows or (ALL_ROWS_TILE_ROWS if all_rows else PREFILL_TILE_ROWS)
-    tile_tokens = tile_rows // (num_heads // num_kv_heads)
+    tile_tokens = max(1, tile_rows // (num_heads // num_kv_heads))
     num_tiles = max_rows + (max_tokens - max_rows) // tile_tokens
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
