@@ -7,7 +7,7 @@ the pool as rows grow, one page per row and 16 steps, of a sixteenth of the rows
 two steps in flight as in the real loop.
 
 Second table, with the largest batch: a closed loop of so many requests, each followed by another one when it ends, over
-the steps in which rows join or leave; mean and 99th percentile of each part. Third: what it takes until as many have
+the steps in which rows join or leave; median and 99th percentile of each part. Third: what it takes until as many have
 started that come at once, in all for each request, and the longest single part. What the client sends them in is in
 neither; all but the first is decoded, queued, planned, answered and ended as in the real loop.
 
@@ -304,7 +304,7 @@ class Requests:
 
 
 def measure_turnover(kind: str, batch: int, steps: int, device: NoDevice) -> dict[str, Any]:
-    """Mean and 99th percentile of each part over the steps in which rows join or leave, once all that were there at
+    """Median and 99th percentile of each part over the steps in which rows join or leave, once all that were there at
     first have ended."""
     times: list[list[float]] = []
     joined: list[int] = []
@@ -329,7 +329,7 @@ def measure_turnover(kind: str, batch: int, steps: int, device: NoDevice) -> dic
                     requests.send(ANSWER_TOKENS)
     row: dict[str, Any] = {"kind": kind, "joined": float(np.mean(joined))}
     for name, column in _columns(times).items():
-        row |= {f"{name}_us": float(column.mean()), f"{name}_us_p99": float(np.percentile(column, 99))}
+        row |= {f"{name}_us": float(np.median(column)), f"{name}_us_p99": float(np.percentile(column, 99))}
     return row
 
 
@@ -381,7 +381,7 @@ def main() -> None:
     print(f"{rows[-1]['batch']} rows cost {rows[-1]['step_us'] / rows[0]['step_us']:.2f} times {rows[0]['batch']}")
     batch = rows[-1]["batch"]
     turnovers = [measure_turnover(kind, batch, args.steps, device()) for kind in TURNOVERS]
-    print(f"\nrows join and leave, {batch} run: mean and p99, us a step")
+    print(f"\nrows join and leave, {batch} run: median and p99, us a step")
     _print_pairs(turnovers, "joined", "p99")
     bursts = [measure_burst(kind, batch, device()) for kind in TURNOVERS if kind != "grouped"]
     print(f"\n{batch} requests come at once: us for each of them, and the longest single time")
