@@ -7,9 +7,9 @@ the pool as rows grow, one page per row and 16 steps, of a sixteenth of the rows
 two steps in flight as in the real loop.
 
 Second table, with the largest batch: a closed loop of so many requests, each followed by another one when it ends, over
-the steps in which rows join or leave; median and 99th percentile of each part. Third: what it takes until as many have
-started that come at once, in all for each request, and the longest single part. What the client sends them in is in
-neither; all but the first is decoded, queued, planned, answered and ended as in the real loop.
+the steps in which rows join or leave; median and 99th percentile of each part. Third: as many requests come at once;
+until all have started, what each part takes in all, divided by their number, and the longest that it took in one turn.
+Requests come by their pipe, and their answers leave, as in the real loop; what a client does is not counted.
 
     uncached    prefix caching is off
     distinct    prompts have nothing in common; the cache is full, so that each finds its pages by eviction

@@ -102,7 +102,7 @@ class PagePool:
             self._last_epoch[index] = np.maximum(self._last_epoch[index], epoch)
             self._defer(gone)
             return 0
-        late = self._last_epoch[gone] > self.completed_epoch
+        late = self._last_epoch[gone] > self.completed_epoch  # `epoch` is complete, and makes nobody wait
         if np.count_nonzero(late):
             self._defer(gone[late])
             gone = gone[~late]
