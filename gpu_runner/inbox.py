@@ -19,13 +19,19 @@ from gpu_runner.trials import Trials
 RETRY_MS = 1
 KEEP_TIME_MS = 20
 TRIAL_MS = 1
+FIRST_PART = 16
+"""Requests of a burst that are taken in at once, each next time twice as many: the device has the first of them to do,
+and who decodes beside them hardly waits, while the host takes in the others; and however many come, they are soon all
+where it is decided who is first."""
+MAX_PART = 4096
 
 
 class Inbox:
     """The pipes into gpu_runner: requests from the tokenizers, control from everybody else, and what the processes of
     structured output say.
 
-    Requests are drained first, so that an abort finds the request it chased here.
+    Requests are drained first, so that an abort finds the request it chased here; one that overtakes it, because the
+    request is of a later part of a burst, comes once more behind it.
     """
 
     def __init__(
@@ -56,10 +62,11 @@ class Inbox:
         self._vocab_size = vocab_size
         self._limits = limits
         self._repeated = 0
+        self._part = FIRST_PART  # messages that are taken in next, at most
         self._trials = Trials(scheduler, note=trial_note or [0, 0], start=self._start)
 
     def drain(self) -> None:
-        """Take in all that has arrived, without waiting."""
+        """Take in what has arrived, of many requests the first part, without waiting."""
         self._engines.flush()
         arrived = self._poller.wait(0)  # nearly never, and this is quicker than to find each pipe empty
         if arrived:
@@ -99,7 +106,9 @@ class Inbox:
         return parked + self._trials.held(service_class).requests + self._trials.num_suspects(service_class)
 
     def _take_messages(self) -> None:
-        for message in self._requests.drain():
+        taken = 0
+        for message in self._requests.drain(self._part):
+            taken += 1
             if isinstance(message, Generate):
                 self._take(message)
             elif isinstance(message, Abort):
@@ -108,6 +117,7 @@ class Inbox:
                 self._outbox.relink(message.index, message.life)
             elif message.role == "api_worker":
                 self._relink_engine(message)
+        self._part = FIRST_PART if taken < self._part else min(2 * self._part, MAX_PART)
         for message in self._control.drain():
             if isinstance(message, StopHit):
                 self._scheduler.stop(message.slot, message.gen)
@@ -155,6 +165,8 @@ class Inbox:
 
     def _backlog(self, service_class: ServiceClass) -> Backlog:
         waiting = self._scheduler.queue.backlog(service_class)
+        if self._grammar is None and not self._trials.busy:
+            return waiting
         parked = 0 if self._grammar is None else self._grammar.num_parked(service_class)
         held = self._trials.held(service_class)
         return Backlog(waiting.requests + held.requests + parked, waiting.tokens + held.tokens)
@@ -222,9 +234,9 @@ class Inbox:
             self._refuse(message.rid, error)
 
     def _check_ids(self, ids: np.ndarray, param: str) -> None:
-        outside = ids.view(np.uint32) >= self._vocab_size  # as a negative id is, too
-        if outside.any():
-            position = int(outside.argmax())
+        unsigned = ids.view(np.uint32)  # in which a negative id is outside, too
+        if len(ids) and unsigned[unsigned.argmax()] >= self._vocab_size:
+            position = int((unsigned >= self._vocab_size).argmax())
             raise InvalidRequestError(
                 f"token id {int(ids[position])} at position {position} is outside the model's vocabulary of "
                 f"{self._vocab_size}",

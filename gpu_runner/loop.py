@@ -14,7 +14,8 @@ Invariants
 
 Host budget: all of a turn but waiting for the device under 150 us at any batch size, and at batch 512 under 1.5 times
 batch 1 (`scripts/bench_host.py` without a GPU, `scripts/bench_step.py` with one, `scripts/profile_host.py` of a running
-engine: every turn is in its ring of accounts).
+engine: every turn is in its ring of accounts). A request costs some 100 us more, once: 20 where it arrives, 40 in the
+plan in which it starts, the rest where it ends and in steps whose rows are no longer those of the one before.
 
     host    drain | plan N+1 | launch N+1 | wait N | commit N | send N | drain | plan N+2 | ...
     device  ---- step N ------------------][---- step N+1 -----------------------------][----

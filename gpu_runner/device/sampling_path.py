@@ -29,16 +29,16 @@ class SamplingPath:
         return self.adjusts or self.logprobs or self.masks
 
 
+# What a row wants, as bits of one number, so that a step looks them all up at once. `_FILTERED` is without greedy rows.
+_NOT_GREEDY, _FILTERED, _MIN_TOKENS, _ADJUSTS, _LOGPROBS, _CONSTRAINED = (1 << bit for bit in range(6))
+
+
 class SamplingPaths:
     """The host's copy, by slot, of what the choice needs; it follows plans in launch order."""
 
     def __init__(self, num_slots: int) -> None:
-        self._greedy = np.zeros(num_slots, dtype=np.bool_)
-        self._filtered = np.zeros(num_slots, dtype=np.bool_)
+        self._wants = np.zeros(num_slots, dtype=np.uint8)
         self._min_tokens_until = np.zeros(num_slots, dtype=np.int32)
-        self._adjusts = np.zeros(num_slots, dtype=np.bool_)
-        self._logprobs = np.zeros(num_slots, dtype=np.bool_)
-        self._constrained = np.zeros(num_slots, dtype=np.bool_)
         # The last answer, for plans of the same rows. `Scheduler` gives those the same arrays, which nobody changes.
         self._row_slot: Int32 | None = None
         self._row_samples: Bool | None = None
@@ -53,27 +53,39 @@ class SamplingPaths:
         elif plan.row_slot is self._row_slot and plan.row_samples is self._row_samples and not self._path.bans_stop_ids:
             return self._path  # rows only grow longer, so none falls below its min_tokens again
         sampling = plan.row_samples
-        slots = plan.row_slot[sampling]
-        token_index = (plan.row_start + plan.row_len)[sampling]
-        greedy = self._greedy[slots]
-        logprobs = self._logprobs[plan.row_slot] & sampling
-        self.logprob_rows = np.flatnonzero(logprobs).astype(np.int32) if logprobs.any() else None
+        index = plan.row_slot.astype(np.intp)  # which numpy looks up three times as fast
+        row_wants = self._wants[index]
+        wants = int(np.bitwise_or.reduce(row_wants[sampling]))
+        bans_stop_ids = False
+        if wants & _MIN_TOKENS:
+            below = plan.row_start + plan.row_len < self._min_tokens_until[index]
+            bans_stop_ids = bool((below & sampling).any())
+        self.logprob_rows = None
+        if wants & _LOGPROBS:
+            self.logprob_rows = np.flatnonzero((row_wants & _LOGPROBS > 0) & sampling).astype(np.int32)
         self._row_slot, self._row_samples = plan.row_slot, plan.row_samples
         self._path = SamplingPath(
-            greedy=bool(greedy.all()),
-            filtered=bool((self._filtered[slots] & ~greedy).any()),
-            bans_stop_ids=bool((token_index < self._min_tokens_until[slots]).any()),
-            adjusts=bool(self._adjusts[slots].any()),
-            logprobs=self.logprob_rows is not None,
-            masks=bool(self._constrained[slots].any()),
+            greedy=not wants & _NOT_GREEDY,
+            filtered=wants & _FILTERED > 0,
+            bans_stop_ids=bans_stop_ids,
+            adjusts=wants & _ADJUSTS > 0,
+            logprobs=wants & _LOGPROBS > 0,
+            masks=wants & _CONSTRAINED > 0,
         )
         return self._path
 
     def _start(self, start: StartRows) -> None:
-        self._greedy[start.slot] = start.temperature < GREEDY_BELOW
-        self._filtered[start.slot] = (start.top_k > 0) | (start.top_p < 1.0) | (start.min_p > 0.0)
-        self._min_tokens_until[start.slot] = start.min_tokens_until
+        not_greedy = start.temperature >= GREEDY_BELOW
         penalised = (start.presence_penalty != 0.0) | (start.frequency_penalty != 0.0)
-        self._adjusts[start.slot] = penalised | (start.repetition_penalty != 1.0) | (start.num_bias > 0)
-        self._logprobs[start.slot] = start.logprobs >= 0
-        self._constrained[start.slot] = start.constrained != 0
+        wants = np.array(
+            [
+                not_greedy,
+                not_greedy & ((start.top_k > 0) | (start.top_p < 1.0) | (start.min_p > 0.0)),
+                start.min_tokens_until > start.prompt_len,
+                penalised | (start.repetition_penalty != 1.0) | (start.num_bias > 0),
+                start.logprobs >= 0,
+                start.constrained != 0,
+            ]
+        )
+        self._wants[start.slot] = np.packbits(wants, axis=0, bitorder="little")[0]
+        self._min_tokens_until[start.slot] = start.min_tokens_until

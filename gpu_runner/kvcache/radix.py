@@ -5,7 +5,8 @@ tokens, and the rest of its run is compared token by token, so nothing can colli
 
 Lock counts: `lock(node)` counts on the node and all its ancestors, so a node's count is at least the sum of its
 children's; the difference is the handles held on the node itself. A handle (a `Node`) means "everything up to here" and
-stays valid while it is locked: a split leaves the lower part, and a merge the lower node, the same object.
+stays valid while it is locked: a split leaves the lower part, and a merge the lower node, the same object; `extend`
+takes a handle and returns the one in its place.
 
 Recency: all unlocked nodes are in one doubly linked list, least recently used first. Whatever is touched is touched
 as a path, deepest node first, and an unlocked node has only unlocked descendants, so a node always stands behind its
@@ -28,6 +29,10 @@ from gpu_runner.kvcache.node import REMOVED, Node, RecencyList
 from gpu_runner.kvcache.pages import Int32, PagePool, require
 
 __all__ = ["Match", "Node", "RadixTree", "common_length"]
+
+
+_NO_PAGES: Int32 = np.empty(0, np.int32)
+_NO_PAGES.flags.writeable = False
 
 
 class Match(NamedTuple):
@@ -59,6 +64,8 @@ class RadixTree:
         `tokens` at prompt - 1, so that at least one token is left to compute.
         """
         end, _ = self._walk(namespace, _int32(tokens))
+        if end.parent is None:
+            return Match(end, _NO_PAGES)
         self._touch(end)
         return Match(end, _joined([node.pages for node in end.path()]))
 
@@ -71,11 +78,13 @@ class RadixTree:
     def lock(self, node: Node) -> None:
         """Keep the node and its ancestors from eviction. Raises `IntegrityError` if it has been evicted already."""
         require(node.lock_count != REMOVED, "a node was locked after it had left the tree")
-        for at in node.up():
+        at: Node | None = node
+        while at is not None:
             if at.lock_count == 0 and at.parent is not None:
                 self._lru.remove(at)
                 self.num_evictable -= len(at.pages)
             at.lock_count += 1
+            at = at.parent
 
     def unlock(self, node: Node, epoch: int) -> Node:
         """Undo one `lock(node)`; steps up to `epoch`, the last launched, may still read the pages. Touches the path.
@@ -87,13 +96,15 @@ class RadixTree:
         require(node.lock_count > 0, "a node was unlocked more often than locked")
         used_as_one = len(node.children) == 1 and next(iter(node.children.values())).last_use == node.last_use
         self._clock += 1
-        for at in node.up():
+        at: Node | None = node
+        while at is not None:
             at.lock_count -= 1
             at.epoch = max(at.epoch, epoch)
             at.last_use = self._clock
             if at.lock_count == 0 and at.parent is not None:
                 self._lru.append(at)
                 self.num_evictable += len(at.pages)
+            at = at.parent
         return self._merge_into_only_child(node) if used_as_one else node
 
     def pin(self, node: Node, owner: str) -> int:
@@ -136,6 +147,36 @@ class RadixTree:
         self._touch(node)
         return node
 
+    def extend(self, node: Node, tokens: Int32, pages: Int32) -> Node | None:
+        """Make `tokens` [k * PAGE_SIZE], k > 0, cached behind a node that the caller has locked: its references to
+        `pages` [k] become the tree's. Returns the node that ends with them, to which the lock has moved; None, with
+        nothing changed, where something that begins with the same page is cached there already.
+
+        A node that nobody else holds and nothing follows becomes part of the new one, so that a prompt cached chunk by
+        chunk is no chain of small nodes. Nothing is touched: that is done when the lock ends.
+        """
+        key, parent = tokens[:PAGE_SIZE].tobytes(), node
+        if node.parent is None:
+            parent = self._roots.setdefault(node.namespace, node)
+        if key in parent.children:
+            return None
+        self.num_pages += len(pages)
+        if node.parent is None or node.lock_count > 1 or node.children:
+            leaf = Node(node.namespace, parent, tokens.copy(), pages.copy())
+            node.lock_count -= 1  # the same one, unless it is a root from when nothing of the namespace was cached
+            parent.lock_count += 1
+        else:
+            parent, key = node.parent, node.key
+            leaf = Node(
+                node.namespace, parent, np.concatenate((node.tokens, tokens)), np.concatenate((node.pages, pages))
+            )
+            leaf.epoch = node.epoch
+            node.lock_count = REMOVED
+        parent.children[key] = leaf
+        leaf.lock_count = 1
+        leaf.last_use = node.last_use
+        return leaf
+
     def evict(self, count: int) -> int:
         """Drop least recently used unlocked pages, last page of a leaf first, until `count` became free at once.
 
@@ -143,12 +184,8 @@ class RadixTree:
         in flight may still read stay: dropping them would free nothing before that step completes.
         """
         freed = 0
-        for node in self._lru:
-            if freed >= count:
-                break
-            if not node.children and node.epoch <= self._pool.completed_epoch:
-                while freed < count and len(node.pages):
-                    freed += self._cut_tail(node, count - freed)
+        while freed < count and (dropped := self._cut_tails(count - freed)):
+            freed += self._pool.decref(_joined(dropped), 0)  # no step in flight may read them
         return freed
 
     def drop_namespace(self, namespace: str) -> int:
@@ -157,7 +194,7 @@ class RadixTree:
         freed = 0
         for node in reversed(list(root.descendants()) if root else []):
             if node.lock_count == 0:
-                freed += self._cut_tail(node, len(node.pages))
+                freed += self._pool.decref(self._cut_tail(node, len(node.pages)), node.epoch)
         return freed
 
     def pages_held(self) -> Int32:
@@ -259,14 +296,26 @@ class RadixTree:
         self._forget(node)
         return child
 
-    def _cut_tail(self, leaf: Node, count: int) -> int:
-        """Drop up to `count` pages from the end of an unlocked leaf; returns how many became free at once."""
+    def _cut_tails(self, count: int) -> list[Int32]:
+        """Drop up to `count` pages of leaves that no step in flight may read; the references to them are the
+        caller's."""
+        dropped = []
+        for node in self._lru:
+            if count <= 0:
+                break
+            if not node.children and node.epoch <= self._pool.completed_epoch:
+                dropped.append(self._cut_tail(node, count))
+                count -= len(dropped[-1])
+        return dropped
+
+    def _cut_tail(self, leaf: Node, count: int) -> Int32:
+        """Drop up to `count` pages from the end of an unlocked leaf, the references to which are the caller's."""
         keep = max(len(leaf.pages) - count, 0)
         dropped = leaf.pages[keep:]
         self.num_pages -= len(dropped)
         self.num_evictable -= len(dropped)
-        leaf.pages = _shortened(leaf.pages, keep)
         if keep:
+            leaf.pages = _shortened(leaf.pages, keep)
             leaf.tokens = _shortened(leaf.tokens, keep * PAGE_SIZE)
         else:
             parent = leaf.parent
@@ -275,7 +324,7 @@ class RadixTree:
             if parent.parent is None and not parent.children:
                 del self._roots[leaf.namespace]
             self._forget(leaf)
-        return self._pool.decref(dropped, leaf.epoch)
+        return dropped
 
     def _touch(self, node: Node) -> None:
         self._clock += 1
@@ -298,7 +347,7 @@ def _int32(tokens: Int32) -> Int32:
 
 
 def _joined(runs: list[Int32]) -> Int32:
-    return np.concatenate(runs) if runs else np.empty(0, dtype=np.int32)
+    return np.concatenate(runs) if runs else _NO_PAGES
 
 
 def common_length(a: Int32, b: Int32) -> int:

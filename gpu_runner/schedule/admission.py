@@ -165,7 +165,7 @@ class Admission:
                 request = self._filler(request)
                 if request is None or not self._start(request, len(self._running.prefill)):
                     return
-            if self._slots.state[request.slot] == State.PREFILL:
+            if self._slots.state.item(request.slot) == State.PREFILL:
                 budget = self._prefill.place(request.slot, budget, draft)
 
     def _filler(self, head: Request) -> Request | None:
@@ -189,13 +189,13 @@ class Admission:
         if not self._rows.start(request, watermark=num_running, alone=not num_running):
             return False
         self._queue.take(request, resumed=not fresh)
-        slots, slot = self._slots, request.slot
-        if slots.state[slot] == State.LOADING:
+        slots, slot, counters = self._slots, request.slot, self._counters
+        if slots.state.item(slot) == State.LOADING:
             self._running.loading.append(slot)
         else:
             self._join_prefill(slot, place)
-        self._counters.prefix_query_tokens += int(slots.known[slot])
-        self._counters.prefix_hit_tokens += int(slots.computed[slot])
+        counters.prefix_query_tokens += slots.known.item(slot)
+        counters.prefix_hit_tokens += slots.computed.item(slot)
         if not request.started_ns:
             request.started_ns = self._clock()
         if request.params.structured is not None and not retracted:

@@ -36,6 +36,11 @@ class Ageing:
         return next(iter(self._fresh.values()), None)
 
     @property
+    def any_due(self) -> bool:
+        """Whether one of the two below may be there."""
+        return self._overtakes >= _DUE or self._passes >= _DUE
+
+    @property
     def due(self) -> Request | None:
         """The oldest that has not run, if it was overtaken as often as may be."""
         return self.oldest if self._overtakes >= _DUE else None

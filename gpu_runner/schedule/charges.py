@@ -38,19 +38,20 @@ class Charges:
     def prefill(self, slot: int, end: int) -> None:
         """A row computes its tokens up to `end`, and samples one if that is all of them."""
         slots = self._slots
-        account, prompt_len = int(slots.account[slot]), int(slots.prompt_len[slot])
-        charged, prompt_end = int(slots.charged[slot]), min(end, prompt_len)
+        account, prompt_len = slots.account.item(slot), slots.prompt_len.item(slot)
+        charged, prompt_end = slots.charged.item(slot), min(end, prompt_len)
         if prompt_end > charged:
             self._tenants.charge_prompt(account, prompt_end - charged)
             slots.charged[slot] = prompt_end
-        if end == slots.known[slot]:
+        if end == slots.known.item(slot):
             self._tenants.charge_output(account, end - max(charged, prompt_len - 1))
             slots.charged[slot] = end
 
     def rest(self, slot: int) -> None:
         """Of a row that ends or is retracted, and has left its list."""
         slots = self._slots
-        tokens = int(slots.known[slot] - 1 - slots.charged[slot])
-        if tokens > 0 and slots.known[slot] > slots.prompt_len[slot]:
-            slots.charged[slot] += tokens
-            self._tenants.charge_output(int(slots.account[slot]), tokens)
+        known, charged = slots.known.item(slot), slots.charged.item(slot)
+        tokens = known - 1 - charged
+        if tokens > 0 and known > slots.prompt_len.item(slot):
+            slots.charged[slot] = charged + tokens
+            self._tenants.charge_output(slots.account.item(slot), tokens)

@@ -32,7 +32,7 @@ class MaskedRows:
 
     def lacks_mask(self, slot: int) -> bool:
         """Whether the row may not sample yet."""
-        return bool(self._slots.constrained[slot] and not self._slots.mask_ready[slot])
+        return self._slots.constrained.item(slot) and not self._slots.mask_ready.item(slot)
 
     def opened(self, slot: int, structured: Structured, tokens: Int32) -> None:
         """A row begins, with these tokens of its text. Once for each request: a retracted row goes on where it was."""

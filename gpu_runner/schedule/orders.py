@@ -93,9 +93,13 @@ class Order:
                 if self._is_live(ticket, request):
                     heapq.heappush(self._heap, (self._key(request), ticket, request))
             self._unsorted.clear()
-        while self._heap and not self._is_live(*self._heap[0][1:]):
-            heapq.heappop(self._heap)
-        return self._heap[0][2] if self._heap else None
+        heap = self._heap
+        while heap:
+            _, ticket, request = heap[0]
+            if self._is_live(ticket, request):
+                return request
+            heapq.heappop(heap)
+        return None
 
     def live(self) -> list[int]:
         entries = [*(entry[1:] for entry in self._heap), *self._unsorted]

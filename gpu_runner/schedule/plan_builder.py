@@ -13,6 +13,19 @@ from gpu_runner.schedule.running import DecodeRows
 from gpu_runner.schedule.slots import Slots
 from gpu_runner.schedule.step_room import StepRoom
 
+_NUMBERS = np.dtype(
+    [
+        *(("temperature", np.float32), ("top_k", np.int32), ("top_p", np.float32), ("min_p", np.float32)),
+        *(("seed", np.int64), ("min_tokens", np.int32)),
+        *((f"{name}_penalty", np.float32) for name in ("presence", "frequency", "repetition")),
+        *(("logprobs", np.int32), ("num_bias", np.int32)),
+    ]
+)
+"""What starts tell of each row's parameters: one array of them all is made many times quicker than one of each."""
+
+_NO_BIAS_IDS: Int32 = np.empty(0, np.int32)
+_NO_BIAS_VALUES = np.empty(0, np.float32)
+
 
 class PlanDraft:
     """The decisions of one `Scheduler.plan()`. Arrays handed to it belong to the plan from then on."""
@@ -34,7 +47,7 @@ class PlanDraft:
 
     def prefilled(self, slots: Slots) -> list[int]:
         """Slots whose chunk reaches the end of what they know, so that they sample."""
-        return [slot for slot, _ in self.prefill if slots.computed[slot] == slots.known[slot]]
+        return [slot for slot, _ in self.prefill if slots.computed.item(slot) == slots.known.item(slot)]
 
     @property
     def num_scores(self) -> int:
@@ -52,9 +65,10 @@ class PlanBuilder:
         self._slots = slots
         self._buckets = buckets
         self._eos_ids = eos_ids
+        self._stop_ids = _padded(eos_ids)  # of rows that name none
         # Steps without such rows share these: a steady decode step makes no empty arrays.
-        self._no_starts = self._start_rows([])
         self._nothing: Int32 = np.empty(0, np.int32)
+        self._no_starts = self._start_rows(self._nothing)
 
     def build(self, draft: PlanDraft, step: int) -> StepPlan:
         """Arrays of the plan are its own, or shared ones that nobody changes. `Slots.computed` already counts it."""
@@ -64,20 +78,17 @@ class PlanBuilder:
         scores, score_row = NO_SCORES, NO_SCORE_ROWS
         if draft.prefill:
             chunk_slot, chunk_len = np.array(draft.prefill, np.int32).T
-            chunk_end = slots.computed[chunk_slot]
+            index = chunk_slot.astype(np.intp)
+            chunk_end = slots.computed[index]
             chunk_start = chunk_end - chunk_len
-            slots.last_step[chunk_slot] = step
-            row_slot = np.concatenate([row_slot, chunk_slot])
-            row_gen = np.concatenate([row_gen, slots.gen[chunk_slot]])
-            row_start = np.concatenate([row_start, chunk_start])
-            row_len = np.concatenate([row_len, chunk_len])
-            row_samples = np.concatenate([row_samples, chunk_end == slots.known[chunk_slot]])
-            prefill_tokens = np.concatenate(
-                [
-                    slots.tokens[slot, start:end]
-                    for slot, start, end in zip(chunk_slot, chunk_start, chunk_end, strict=True)
-                ]
-            )
+            slots.last_step[index] = step
+            row_slot = np.concatenate((row_slot, chunk_slot))
+            row_gen = np.concatenate((row_gen, slots.gen[index]))
+            row_start = np.concatenate((row_start, chunk_start))
+            row_len = np.concatenate((row_len, chunk_len))
+            row_samples = np.concatenate((row_samples, chunk_end == slots.known[index]))
+            ends = zip(draft.prefill, chunk_end.tolist(), strict=True)
+            prefill_tokens = np.concatenate([slots.tokens[slot, end - length : end] for (slot, length), end in ends])
             if draft.scores:
                 first_token = num_decode_rows + np.cumsum(chunk_len) - chunk_len
                 scores = self._scores(draft, first_token - chunk_start)
@@ -85,6 +96,11 @@ class PlanBuilder:
                     np.array([num_decode_rows + place for place, _, _ in draft.scores], np.int32),
                     [count for _, _, count in draft.scores],
                 )
+        start = self._no_starts
+        if draft.started:
+            started = np.array(draft.started, np.int32)
+            start = self._start_rows(started)
+            draft.write_pages(*self._pages(started))
         page_slot, page_index, page_id = self._page_writes(draft.page_writes)
         return StepPlan(
             step,
@@ -99,7 +115,7 @@ class PlanBuilder:
             page_slot,
             page_index,
             page_id,
-            self._start_rows(draft.started) if draft.started else self._no_starts,
+            start,
             scores,
             score_row,
         )
@@ -119,40 +135,69 @@ class PlanBuilder:
             parts.append(part)
         return np.concatenate(parts)
 
-    def _start_rows(self, started: list[int]) -> StartRows:
+    def _start_rows(self, slot: Int32) -> StartRows:
         slots = self._slots
-        slot = np.array(started, np.int32)
-        requests = [request for request in (slots.request[s] for s in started) if request is not None]
-        params = [request.params for request in requests]
-        stop_ids = np.full((len(started), MAX_STOP_IDS), -1, np.int32)
+        requests = [request for request in map(slots.request.__getitem__, slot.tolist()) if request is not None]
+        rows = [request.params for request in requests]
+        numbers = np.array(
+            [
+                (
+                    *(p.temperature, p.top_k, p.top_p, p.min_p, request.seed, p.min_tokens),
+                    *(p.presence_penalty, p.frequency_penalty, p.repetition_penalty),
+                    *(-1 if p.logprobs is None else p.logprobs, len(p.logit_bias)),
+                )
+                for request, p in zip(requests, rows, strict=True)
+            ],
+            _NUMBERS,
+        )
+        stop_ids = np.empty((len(rows), MAX_STOP_IDS), np.int32)
+        stop_ids[:] = self._stop_ids
         biases: list[tuple[int, float]] = []
-        for row, p in enumerate(params):
+        for row, p in enumerate(rows):
             biases += p.logit_bias
-            ids = dict.fromkeys(p.stop_token_ids + (() if p.ignore_eos else self._eos_ids))
-            stop_ids[row, : len(ids)] = list(ids)
+            if p.stop_token_ids or p.ignore_eos:
+                stop_ids[row] = _padded(p.stop_token_ids + (() if p.ignore_eos else self._eos_ids))
+        prompt_len = slots.prompt_len[slot]
         return StartRows(
             slot=slot,
-            temperature=np.array([p.temperature for p in params], np.float32),
-            top_k=np.array([p.top_k for p in params], np.int32),
-            top_p=np.array([p.top_p for p in params], np.float32),
-            min_p=np.array([p.min_p for p in params], np.float32),
-            seed=np.array([request.seed for request in requests], np.int64),
+            temperature=numbers["temperature"],
+            top_k=numbers["top_k"],
+            top_p=numbers["top_p"],
+            min_p=numbers["min_p"],
+            seed=numbers["seed"],
             limit=slots.limit[slot],
-            min_tokens_until=slots.prompt_len[slot] + np.array([p.min_tokens for p in params], np.int32),
+            min_tokens_until=prompt_len + numbers["min_tokens"],
             stop_ids=stop_ids,
-            prompt_len=slots.prompt_len[slot],
-            presence_penalty=np.array([p.presence_penalty for p in params], np.float32),
-            frequency_penalty=np.array([p.frequency_penalty for p in params], np.float32),
-            repetition_penalty=np.array([p.repetition_penalty for p in params], np.float32),
-            logprobs=np.array([-1 if p.logprobs is None else p.logprobs for p in params], np.int32),
+            prompt_len=prompt_len,
+            presence_penalty=numbers["presence_penalty"],
+            frequency_penalty=numbers["frequency_penalty"],
+            repetition_penalty=numbers["repetition_penalty"],
+            logprobs=numbers["logprobs"],
             constrained=slots.constrained[slot].astype(np.int32),
-            num_bias=np.array([len(p.logit_bias) for p in params], np.int32),
-            bias_ids=np.array([token for token, _ in biases], np.int32),
-            bias_values=np.array([value for _, value in biases], np.float32),
+            num_bias=numbers["num_bias"],
+            bias_ids=np.array([token for token, _ in biases], np.int32) if biases else _NO_BIAS_IDS,
+            bias_values=np.array([value for _, value in biases], np.float32) if biases else _NO_BIAS_VALUES,
         )
+
+    def _pages(self, slot: Int32) -> tuple[Int32, Int32, Int32]:
+        """All page-table entries of these rows, as `PlanDraft.write_pages` takes them."""
+        slots = self._slots
+        counts = slots.num_pages[slot]
+        ends = counts.cumsum(dtype=np.int32)
+        slot_of, begin_of = slot.repeat(counts), (ends - counts).repeat(counts)
+        place = np.arange(len(slot_of), dtype=np.int32) - begin_of
+        return slot_of, place, slots.page_cells[slot_of * np.intp(slots.pages_per_seq) + place]
 
     def _page_writes(self, parts: list[tuple[Int32, Int32, Int32]]) -> Iterable[Int32]:
         """Slots, places in their page tables and page ids."""
         if len(parts) == 1:
             return parts[0]
         return map(np.concatenate, zip(*parts, strict=True)) if parts else (self._nothing,) * 3
+
+
+def _padded(stop_ids: tuple[int, ...]) -> Int32:
+    """Each once: [MAX_STOP_IDS]."""
+    padded: Int32 = np.full(MAX_STOP_IDS, -1, np.int32)
+    ids = list(dict.fromkeys(stop_ids))
+    padded[: len(ids)] = ids
+    return padded

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
 from gpu_runner.schedule.charges import Charges
 from gpu_runner.schedule.counters import Counters
 from gpu_runner.schedule.masked_rows import MaskedRows
@@ -62,40 +60,46 @@ class Prefill:
         device of a row with its first tokens. Returns what is left of `budget`: nothing once a longer step would keep
         the decoding rows waiting."""
         slots = self._slots
-        length = min(int(slots.known[slot] - slots.computed[slot]), budget, self._scorable(slot, draft))
-        if slots.computed[slot] + length == slots.known[slot] and self._masked_rows.lacks_mask(slot):
+        computed, known, score_end = slots.computed.item(slot), slots.known.item(slot), slots.score_end.item(slot)
+        length = min(known - computed, budget)
+        if score_end:
+            length = min(length, self._scorable(slot, draft))
+        if computed + length == known and self._masked_rows.lacks_mask(slot):
             length -= 1  # after the last one it would sample
         if not length:
             return budget
         if draft.room is None:
             draft.room = self._rooms.beside(draft.decode)
-        wanted, length = length, draft.room.take(int(slots.computed[slot]), length)
+        wanted, length = length, draft.room.take(computed, length)
         budget = 0 if length < wanted else budget - length
         if not length:
             return budget
         if not slots.announced[slot]:
             slots.announced[slot] = True
             draft.started.append(slot)
-            pages = slots.pages(slot).copy()
-            draft.write_pages(np.full(len(pages), slot, np.int32), np.arange(len(pages), dtype=np.int32), pages)
         draft.prefill.append((slot, length))
         self._marks.chunk(slot, length, self._clock())
         request = slots.request[slot]
         assert request is not None
         request.overtaken = 0
-        slots.computed[slot] += length
-        self._charges.prefill(slot, int(slots.computed[slot]))
-        scored, scores_to = int(slots.scored[slot]), int(min(slots.computed[slot], slots.score_end[slot]))
-        if scores_to > scored:
-            draft.scores.append((len(draft.prefill) - 1, scored, scores_to - scored))
-            slots.scored[slot] = scores_to
+        slots.computed[slot] = computed = computed + length
+        self._charges.prefill(slot, computed)
         self._counters.prefill_tokens += length
-        if not slots.score_end[slot]:  # what that row computes may be in the tree already, which it would hold as well
+        if score_end:  # what that row computes may be in the tree already, which it would hold as well
+            self._score(slot, min(computed, score_end), draft)
+        else:
             self._rows.share(slot)
         return budget
 
+    def _score(self, slot: int, end: int, draft: PlanDraft) -> None:
+        """Have the row's chunk, which was placed last, score its tokens up to `end`."""
+        scored = self._slots.scored.item(slot)
+        if end > scored:
+            draft.scores.append((len(draft.prefill) - 1, scored, end - scored))
+            self._slots.scored[slot] = end
+
     def _scorable(self, slot: int, draft: PlanDraft) -> int:
-        """How far the row's chunk may reach for the step to score no more than `max_scores` tokens."""
+        """How far the chunk of a row that scores its prompt may reach for the step to score `max_scores` tokens."""
         slots = self._slots
         room = self._max_scores - draft.num_scores
         if slots.score_end[slot] - slots.scored[slot] <= room:

@@ -158,7 +158,9 @@ class WaitingQueue:
 
     def _due(self, wanted: Request) -> Request | None:
         """Whose turn has come by its age; among those that have not run only where `wanted` has not, either."""
-        interactive, background = (each.ageing for each in self._classes)
+        interactive, background = self._classes[False].ageing, self._classes[True].ageing
+        if not (background.any_due or interactive.any_due):
+            return None
         due = background.due_again or interactive.due_again
         if due is None and wanted.fresh:
             due = background.due or interactive.due

@@ -62,7 +62,7 @@ class Results:
             self._running.store()
             index = rows.astype(np.intp)
             valid = plan.row_samples & (tokens >= 0) & (slots.gen[index] == gens)
-            if not valid.all():
+            if np.count_nonzero(valid) < len(valid):
                 if logprobs is not None:
                     logprobs = logprobs.of(valid)
                 rows, gens, tokens, finish, index = rows[valid], gens[valid], tokens[valid], finish[valid], index[valid]
@@ -70,15 +70,14 @@ class Results:
             slots.token_cells[index * slots.max_model_len + known] = tokens
             slots.known[index] = known + 1
             marked = self._marks.waiting[index]
-            if marked.any():
+            if np.count_nonzero(marked):
                 now = self._clock()
                 if self._rows.tier is not None:
                     self._rows.tier.decode(rows[marked])
                 marks = self._marks.take(rows[marked], now)
-                opens = tuple(self._open(int(slot), now) for slot in rows[marked & ~slots.opened[index]])
-            constrained = slots.constrained[index]
-            if constrained.any():
-                continues = constrained & (finish == RUNS)
+                opens = tuple(self._open(slot, now) for slot in rows[marked & ~slots.opened[index]].tolist())
+            if slots.num_constrained:
+                continues = slots.constrained[index] & (finish == RUNS)
                 self._masked_rows.sampled(rows[continues], gens[continues], tokens[continues])
         ended = finish.nonzero()[0]
         for slot in rows[ended].tolist() if len(ended) else ():
@@ -93,11 +92,11 @@ class Results:
         slots.opened[slot] = True
         return Open(
             slot,
-            int(slots.gen[slot]),
+            slots.gen.item(slot),
             request.rid,
             request.detok,
-            int(slots.prompt_len[slot]),
-            int(slots.cached_tokens[slot]),
+            slots.prompt_len.item(slot),
+            slots.cached_tokens.item(slot),
             request.queued_ns,
             request.started_ns,
             now,

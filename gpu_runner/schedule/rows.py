@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncengine.config import PAGE_SIZE
-from gpu_runner.kvcache.pages import PagePool
+from gpu_runner.kvcache.pages import PagePool, require
 from gpu_runner.kvcache.pins import Pins
 from gpu_runner.kvcache.radix import Match, Node, RadixTree
 from gpu_runner.kvcache.sessions import Sessions
@@ -19,12 +19,23 @@ from gpu_runner.schedule.request import Request
 from gpu_runner.schedule.running import DecodeRows
 from gpu_runner.schedule.slots import Slots, State
 
+EVICT_AHEAD_PAGES = 128
+EVICT_AHEAD_DIVISOR = 128
+"""Pages that are evicted beyond what is needed now, and at most which part of all: in a full cache every row that joins
+or grows has to evict, and many pages at once cost hardly more than one."""
+
 
 class Rows:
     """Slots, page pool and prefix tree, and the tier in host memory if there is one, changed together.
 
-    A row holds one reference on each of its pages and a lock on the tree node that ends its cached prefix. Whatever it
-    gives up carries the row's last step as its epoch: pages become free when that step is done on the device.
+    A row holds a lock on the tree node that ends its cached prefix, which keeps the tree's pages, and one reference on
+    each of its pages behind that:
+
+        pages of the row    0 .. num_locked | num_locked .. num_pages
+        referenced by       the tree        | the row; maybe the tree too, behind another row's pages for equal tokens
+
+    Whatever it gives up carries the row's last step as its epoch: pages become free when that step is done on the
+    device.
     `caching` False: what a row computed is forgotten when it ends (while it runs, its namespace still shares it), and
     no session is kept.
     """
@@ -66,6 +77,7 @@ class Rows:
             clock=clock,
         )
         self.caching = caching
+        self._evict_ahead = min(EVICT_AHEAD_PAGES, num_pages // EVICT_AHEAD_DIVISOR)
 
     @property
     def usable_tokens(self) -> int:
@@ -73,10 +85,11 @@ class Rows:
         return (self.pool.num_pages - 1) * PAGE_SIZE
 
     def missing_pages(self, count: int) -> int:
-        """How many of `count` pages cannot be had now, after evicting cached prefixes as far as needed."""
+        """How many of `count` pages cannot be had now, after evicting cached prefixes as far as needed, and a few pages
+        more: the next ones to ask then find some."""
         if count > self.pool.num_free:
             self.sessions.expire()
-            self.tree.evict(count - self.pool.num_free)
+            self.tree.evict(count - self.pool.num_free + self._evict_ahead)
             if count > self.pool.num_free:
                 self.unpin_for(count, None, copied_only=True)
                 self.tree.evict(count - self.pool.num_free)
@@ -115,24 +128,27 @@ class Rows:
             return False
         if request.keeps_pages and not self._lasts(request):
             return False
+        tree, pool = self.tree, self.pool
         tokens = self._tokens(request)
         reusable = tokens[: self._reusable(request, len(tokens))]
-        match = self.tree.match(request.namespace, reusable)
+        match = tree.match(request.namespace, reusable)
         cached = len(match.pages)
         needed = -(-len(tokens) // PAGE_SIZE) - cached
-        self.tree.lock(match.node)
-        if needed + watermark > self.pool.num_free + self.tree.num_evictable:
+        tree.lock(match.node)
+        if needed + watermark > pool.num_free + tree.num_evictable:
             self.sessions.expire()
             self.unpin_for(needed + watermark, request.terms.tenant, copied_only=not alone)
-        fits = needed + watermark <= self.pool.num_free + self.tree.num_evictable
-        if not fits or self.missing_pages(needed):
-            self.tree.unlock(match.node, self.pool.completed_epoch)
+        fits = needed + watermark <= pool.num_free + tree.num_evictable
+        if not fits or (needed > pool.num_free and self.missing_pages(needed)):
+            tree.unlock(match.node, pool.completed_epoch)
             return False
         slot = request.slot if retracted else slots.take(request)
-        self.pool.incref(match.pages)
-        pages = np.concatenate([match.pages, self.pool.allocate(needed)])
+        pages = pool.allocate(needed)
+        if cached:
+            pages = np.concatenate((match.pages, pages))
         slots.page_table[slot, : len(pages)] = pages
         slots.num_pages[slot] = len(pages)
+        slots.num_locked[slot] = cached
         slots.node[slot] = match.node
         ticket = 0
         if self.tier is not None:
@@ -178,16 +194,10 @@ class Rows:
         """Have the row's pages behind the `cached` first ones filled with what was found in host memory. They are in
         the tree from now on."""
         assert self.tier is not None
-        slots, request, node = self.slots, self.slots.request[slot], self.slots.node[slot]
-        assert request is not None
-        assert node is not None
         end = cached + len(found.pages)
-        pages = slots.pages(slot)[:end].copy()
-        longer = self.tree.insert(request.namespace, slots.tokens[slot, : end * PAGE_SIZE], pages)
-        self.tree.lock(longer)
-        self.tree.unlock(node, self.pool.completed_epoch)
-        slots.node[slot] = longer
-        self.tier.load(found, pages[cached:], longer)
+        node = self._extend(slot, end)
+        assert node is not None, "the device had not all that it has of the prefix"
+        self.tier.load(found, self.slots.page_table[slot, cached:end].copy(), node)
 
     def _reusable(self, request: Request, num_tokens: int) -> int:
         """How many of its tokens need not be computed if they are cached: the last must be, to sample after it, and
@@ -215,42 +225,38 @@ class Rows:
         pages of its own tokens might never have room for all of them.
         """
         slots = self.slots
-        node, request = slots.node[slot], slots.request[slot]
-        assert node is not None
-        assert request is not None
         # While a row decodes, the K/V of its newest token may not be there yet (or never, if it has just ended).
-        valid = int(min(slots.computed[slot], slots.known[slot] - (slots.state[slot] != State.PREFILL)))
-        full = valid // PAGE_SIZE
-        if not full:
+        decodes = slots.state.item(slot) != State.PREFILL
+        full = min(slots.computed.item(slot), slots.known.item(slot) - decodes) // PAGE_SIZE
+        if full <= slots.num_locked.item(slot) or self._extend(slot, full) is not None:
             return
+        request = slots.request[slot]
+        assert request is not None
         tokens = slots.tokens[slot, : full * PAGE_SIZE]
-        longer = self.tree.insert(request.namespace, tokens, slots.page_table[slot, :full])
-        if longer is not node and self._owns(slot, full, longer, node):
-            self.tree.lock(longer)
-            self.tree.unlock(node, int(slots.last_step[slot]))
-            slots.node[slot] = longer
+        self.tree.insert(request.namespace, tokens, slots.page_table[slot, :full])
 
-    def _owns(self, slot: int, full: int, longer: Node, node: Node) -> bool:
-        """Whether the pages from behind `node`, which the row holds, to the end of `longer` are the row's own ones.
-        full: the place in its pages at which `longer` ends."""
-        at, end = longer, full
-        while at is not node and at.parent is not None:
-            begin = end - len(at.pages)
-            if not np.array_equal(at.pages, self.slots.page_table[slot, begin:end]):
-                return False
-            at, end = at.parent, begin
-        return True
+    def _extend(self, slot: int, end: int) -> Node | None:
+        """Have the tree keep the row's first `end` pages, more than it does. None if it has others for their tokens."""
+        slots = self.slots
+        node, locked = slots.node[slot], slots.num_locked.item(slot)
+        assert node is not None
+        tokens = slots.tokens[slot, locked * PAGE_SIZE : end * PAGE_SIZE]
+        longer = self.tree.extend(node, tokens, slots.page_table[slot, locked:end])
+        if longer is not None:
+            slots.node[slot] = longer
+            slots.num_locked[slot] = end
+        return longer
 
     def give_up_pages(self, slot: int) -> Node:
         """Drop the row's pages; what `share` put into the tree stays there until it is evicted. Returns its end."""
         slots = self.slots
         node = slots.node[slot]
         assert node is not None
-        epoch = int(slots.last_step[slot])
+        epoch = slots.last_step.item(slot)
         node = self.tree.unlock(node, epoch)
-        self.pool.decref(slots.pages(slot), epoch)
+        self.pool.decref(slots.own_pages(slot), epoch)
         slots.node[slot] = None
-        slots.num_pages[slot] = slots.computed[slot] = 0
+        slots.num_pages[slot] = slots.num_locked[slot] = slots.computed[slot] = 0
         return node
 
     def retract(self, slot: int) -> Request:
@@ -313,7 +319,14 @@ class Rows:
         self.slots.check_integrity()
         self.tree.check_integrity()
         self.sessions.check_integrity()
-        held = [self.slots.pages(slot) for slot in range(self.slots.num_slots)]
+        held = []
+        for slot, node in enumerate(self.slots.node):
+            held.append(self.slots.own_pages(slot))
+            if node is not None:
+                _, kept = self.tree.content(node)
+                locked = self.slots.pages(slot)[: self.slots.num_locked[slot]]
+                require(np.array_equal(kept, locked), f"the pages that slot {slot} has locked are not its first ones")
+                require(node.lock_count > 0, f"slot {slot} has not locked its prefix")
         if self.tier is not None:
             self.tier.check_integrity()
             held.append(self.tier.pages_held())

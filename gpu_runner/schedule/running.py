@@ -42,16 +42,17 @@ class DecodeRows:
         )  # [R], the same: numpy looks int32 indices up three times slower
         self.gen: Int32 = slots.gen[self.index]  # [R]
         self.limit: Int32 = slots.limit[self.index]  # [R]
-        self.length: Int32 = np.ones(len(slot), np.int32)  # [R], tokens of each row in a step
-        self.samples: Bool = np.ones(len(slot), np.bool_)  # [R]
-        self.any_constrained = bool(slots.constrained[self.index].any())
-        self.any_interactive = not slots.background[self.index].all()
+        self.length: Int32 = slots.ones[: len(slot)]  # [R], tokens of each row in a step
+        self.samples: Bool = slots.trues[: len(slot)]  # [R]
+        self.any_constrained = bool(slots.num_constrained and slots.constrained[self.index].any())
+        self.any_interactive = bool(len(slot)) and not (slots.num_background and slots.background[self.index].all())
         self.start: Int32 = slots.computed[self.index]  # [R], positions of the next step's tokens
-        left = (self.limit - self.start).min(initial=INT32_MAX)
-        self.steps_before_last = int(left) - 2  # steps until one in which a row samples its last token
+        left = self.limit - self.start
+        least = left.item(left.argmin()) if len(slot) else INT32_MAX
+        self.steps_before_last = least - 2  # steps until one in which a row samples its last token
         self._page_end: Int32 = slots.num_pages[self.index] * _PAGE  # [R], first position that none of its pages holds
         self.steps_before_growth = self._least_room()  # steps until one for which a row has no page
-        for array in (self.slot, self.index, self.gen, self.limit, self.length, self.samples):
+        for array in (self.slot, self.index, self.gen, self.limit):
             array.flags.writeable = False
 
     def __len__(self) -> int:
@@ -117,7 +118,7 @@ class DecodeRows:
     @property
     def ends(self) -> Bool | None:
         """Whose last token the last `advance` planned: [R], None if nobody's."""
-        return None if self.steps_before_last >= 0 else self.start + np.int32(1) >= self.limit
+        return None if self.steps_before_last >= 0 else self.start + _ONE >= self.limit
 
 
 class Running:
@@ -230,18 +231,21 @@ class Running:
             self._set_decode(self._decode[slots.state[self._decode] == State.DECODE])
         if prefilled:
             self._end_prefill(prefilled)
-        if decoding.any_constrained or (prefilled and slots.constrained[prefilled].any()):
+        if slots.num_constrained and (decoding.any_constrained or slots.constrained[prefilled].any()):
             self._hold(decoding, prefilled)
 
     def _end_prefill(self, prefilled: list[int]) -> None:
-        slots = self._slots
-        index = np.array(prefilled, np.int32)
-        last = slots.computed[index] + 1 >= slots.limit[index]
-        slots.state[index] = np.where(last, State.DRAINING, State.DECODE)
-        self._num_draining += int(np.count_nonzero(last))
-        self.prefill = [slot for slot in self.prefill if slots.state[slot] == State.PREFILL]
-        if not last.all():
-            self._set_decode(np.concatenate([self._decode, index[~last]]))
+        slots, going_on = self._slots, []
+        for slot in prefilled:
+            if slots.computed.item(slot) + 1 >= slots.limit.item(slot):
+                slots.state[slot] = State.DRAINING
+                self._num_draining += 1
+            else:
+                slots.state[slot] = State.DECODE
+                going_on.append(slot)
+        self.prefill = [slot for slot in self.prefill if slots.state.item(slot) == State.PREFILL]
+        if going_on:
+            self._set_decode(np.concatenate([self._decode, np.array(going_on, np.int32)]))
 
     def _hold(self, decoding: DecodeRows, prefilled: list[int]) -> None:
         """Account for the masks that the step uses up: some of its rows are constrained."""

@@ -58,9 +58,11 @@ class Slots:
         self.score_end: Int32 = np.zeros(num_slots, np.int32)  # tokens of the prompt whose next one is scored
         self.scored: Int32 = np.zeros(num_slots, np.int32)  # how many of them steps up to now score
         self.num_pages: Int32 = np.zeros(num_slots, np.int32)
+        self.num_locked: Int32 = np.zeros(num_slots, np.int32)  # of the row's pages, how many `node` keeps for it
         self.opened = np.zeros(num_slots, np.bool_)
         self.announced = np.zeros(num_slots, np.bool_)  # a plan has told the device of the row's parameters and pages
         self.constrained = np.zeros(num_slots, np.bool_)  # its text has a structure
+        self.num_constrained = 0  # slots of such requests
         self.mask_ready = np.zeros(num_slots, np.bool_)  # of a constrained row: the mask of its next token is there
         self.priority: Int32 = np.zeros(num_slots, np.int32)
         self.background = np.zeros(num_slots, np.bool_)
@@ -73,6 +75,10 @@ class Slots:
         self.admitted = np.zeros(num_slots, np.int64)  # order of (re-)admission
         self.last_step = np.zeros(num_slots, np.int64)  # the latest step that holds the row
         self.load_ticket = np.zeros(num_slots, np.int64)  # of the copies that a row in state LOADING waits for
+        # Read-only, [num_slots]: what rows that decode have in common, so that nobody makes such arrays of their own.
+        self.ones: Int32 = np.ones(num_slots, np.int32)
+        self.trues = np.ones(num_slots, np.bool_)
+        self.ones.flags.writeable = self.trues.flags.writeable = False
         # Virtual memory until used: a row costs what it holds, not max_model_len.
         self.tokens: Int32 = np.zeros((num_slots, max_model_len), np.int32)
         self.page_table: Int32 = np.zeros((num_slots, self.pages_per_seq), np.int32)
@@ -95,22 +101,25 @@ class Slots:
     def take(self, request: Request) -> int:
         """Give a request that never ran here a slot and copy its tokens in."""
         slot = heappop(self._free)
-        request.slot = self.slot_of[request.rid] = slot
-        self.latest_rid[slot] = request.rid
+        rid, background = request.rid, request.background
+        prompt_len, num_tokens = request.prompt_len, len(request.tokens)
+        request.slot = self.slot_of[rid] = slot
+        self.latest_rid[slot] = rid
         self.request[slot] = request
-        self.prompt_len[slot] = request.prompt_len
-        self.known[slot] = len(request.tokens)
-        self.charged[slot] = len(request.tokens) - 1 if len(request.resumed) else 0
-        self.tokens[slot, : len(request.tokens)] = request.tokens
+        self.prompt_len[slot] = prompt_len
+        self.known[slot] = num_tokens
+        self.charged[slot] = num_tokens - 1 if num_tokens > prompt_len else 0
+        self.tokens[slot, :num_tokens] = request.tokens
         self.limit[slot] = request.limit
-        self.background[slot] = request.background
-        self.num_background += request.background
+        self.background[slot] = background
+        self.num_background += background
         self.account[slot] = request.account
         self.cached_tokens[slot] = 0
-        self.score_end[slot] = request.prompt_len - 1 if request.scores_prompt else 0
+        self.score_end[slot] = prompt_len - 1 if request.scores_prompt else 0
         self.scored[slot] = 0
         self.opened[slot] = False
-        self.constrained[slot] = request.params.structured is not None
+        self.constrained[slot] = constrained = request.params.structured is not None
+        self.num_constrained += constrained
         self.mask_ready[slot] = False
         return slot
 
@@ -118,7 +127,7 @@ class Slots:
         """The row starts, for the first time or again, with `computed` of its tokens found in the cache."""
         self.state[slot] = State.PREFILL
         self.computed[slot] = computed
-        self.begun[slot] = self.charged[slot] = max(self.charged[slot], computed)
+        self.begun[slot] = self.charged[slot] = max(self.charged.item(slot), computed)
         self.priority[slot] = request.priority
         self.keeps_place[slot] = request.keeps_place
         self.keeps_pages[slot] = request.keeps_pages
@@ -131,10 +140,11 @@ class Slots:
         request = self.request[slot]
         assert request is not None
         del self.slot_of[request.rid]
-        self.num_background -= int(self.background[slot])
+        self.num_background -= request.background
+        self.num_constrained -= request.params.structured is not None
         self.state[slot] = State.FREE
         self.gen[slot] += 1
-        self.num_pages[slot] = 0
+        self.num_pages[slot] = self.num_locked[slot] = 0
         self.request[slot] = None
         self.node[slot] = None
         heappush(self._free, slot)
@@ -149,6 +159,10 @@ class Slots:
         """The row's page ids in order, a view."""
         return self.page_table[slot, : self.num_pages[slot]]
 
+    def own_pages(self, slot: int) -> NDArray[np.int32]:
+        """Those behind what its lock keeps, a view."""
+        return self.page_table[slot, self.num_locked[slot] : self.num_pages[slot]]
+
     def check_integrity(self) -> None:
         free = set(self._free)
         assert len(free) == len(self._free), "a slot is on the free list twice"
@@ -158,7 +172,7 @@ class Slots:
             assert (slot in free) == (state == State.FREE), f"slot {slot} is in state {state}"
             assert (self.request[slot] is None) == (state == State.FREE)
             if state == State.FREE:
-                assert self.num_pages[slot] == self.computed[slot] == 0
+                assert self.num_pages[slot] == self.num_locked[slot] == self.computed[slot] == 0
                 continue
             request = self.request[slot]
             assert request is not None
@@ -173,8 +187,10 @@ class Slots:
             assert self.background[slot] == request.background
             assert self.account[slot] == request.account
             if state == State.RETRACTED:
-                assert self.num_pages[slot] == self.computed[slot] == 0
+                assert self.num_pages[slot] == self.num_locked[slot] == self.computed[slot] == 0
             else:
                 assert self.begun[slot] <= self.charged[slot]
             assert state == State.DECODE or self.charged[slot] <= self.known[slot]
-        assert self.num_background == sum(request is not None and request.background for request in self.request)
+        requests = [request for request in self.request if request is not None]
+        assert self.num_background == sum(request.background for request in requests)
+        assert self.num_constrained == sum(request.params.structured is not None for request in requests)

@@ -127,6 +127,27 @@ class NaiveCache:
             self.tree.lock(node)
         row.node, row.held = node, (namespace, letters[:length])
 
+    def extend(self, which: int, length: int) -> None:
+        """Cache more of a row behind what it holds; the tree takes its references over."""
+        if not self.rows:
+            return
+        row = self.rows[which % len(self.rows)]
+        namespace, letters = row.path
+        held = len(row.held[1])
+        if not held < length <= len(letters):
+            return
+        pages = row.pages[held:length]
+        node = self.tree.extend(row.node, tokens_of(letters[held:length]), np.array(pages, dtype=np.int32))
+        if (namespace, letters[: held + 1]) in self.cached:
+            assert node is None
+            return
+        assert node is not None
+        self.done["extended"] += 1
+        for end in range(held + 1, length + 1):
+            self.cached[namespace, letters[:end]] = CachedPage(row.pages[end - 1])
+        row.node, row.held = node, (namespace, letters[:length])
+        row.own = [page for page in row.own if page not in pages]
+
     def finish(self, which: int, keep: bool) -> None:
         """End a row, caching what it computed or not; the last launched step may still read it."""
         if not self.rows:

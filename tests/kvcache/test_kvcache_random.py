@@ -46,12 +46,13 @@ def test_tree_and_pool_agree_with_the_model_after_each_of_6000_operations(
         return tuple(rng.integers(num_letters, size=number(max_letters + 1)).tolist())
 
     operations: list[tuple[float, Callable[[], None]]] = [
-        (0.17, cache.launch),
-        (0.17, lambda: cache.complete(behind=number(3))),
-        (0.08, lambda: cache.look(namespace(), letters(), number(16))),
-        (0.20, lambda: cache.start(namespace(), letters()) if len(cache.rows) < max_rows else None),
-        (0.14, lambda: cache.cache_chunk(number(8), number(max_letters + 1), lock_first=bool(number(2)))),
-        (0.14, lambda: cache.finish(number(8), keep=number(4) > 0)),
+        (0.15, cache.launch),
+        (0.15, lambda: cache.complete(behind=number(3))),
+        (0.06, lambda: cache.look(namespace(), letters(), number(16))),
+        (0.22, lambda: cache.start(namespace(), letters()) if len(cache.rows) < max_rows else None),
+        (0.07, lambda: cache.cache_chunk(number(8), number(max_letters + 1), lock_first=bool(number(2)))),
+        (0.12, lambda: cache.extend(number(8), 1 + number(max_letters))),
+        (0.13, lambda: cache.finish(number(8), keep=number(4) > 0)),
         (0.02, lambda: cache.hold(namespace(), letters()) if len(cache.outside) < 3 else None),
         (0.03, lambda: cache.release(number(3))),
         (0.04, lambda: cache.evict(number(6))),
@@ -62,7 +63,7 @@ def test_tree_and_pool_agree_with_the_model_after_each_of_6000_operations(
         operations[index][1]()
         cache.check()
     cache.end()
-    for event in ("deferred page freed", "page matched", "tree kept its own page", "merge", "page evicted"):
+    for event in ("deferred page freed", "page matched", "tree kept its own page", "merge", "extended", "page evicted"):
         assert cache.done[event] > 20, f"{event!r} happened {cache.done[event]} times only"
 
 
@@ -95,6 +96,10 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 3), length=st.integers(0, 6), lock_first=st.booleans())
     def cache_chunk(self, which: int, length: int, lock_first: bool) -> None:
         self.cache.cache_chunk(which, length, lock_first)
+
+    @rule(which=st.integers(0, 3), length=st.integers(0, 6))
+    def extend(self, which: int, length: int) -> None:
+        self.cache.extend(which, length)
 
     @rule(which=st.integers(0, 3), keep=st.booleans())
     def finish(self, which: int, keep: bool) -> None:

@@ -38,6 +38,15 @@ class Cache:
         self.check()
         return node
 
+    def extended(self, node: Node, *letters: int) -> Node | None:
+        """Have the tree keep new pages of a prompt behind a prefix that is locked."""
+        pages = self.pool.allocate(len(letters))
+        longer = self.tree.extend(node, tokens_of(letters), pages)
+        if longer is None:
+            self.pool.decref(pages, 0)
+        self.check()
+        return longer
+
     def check(self) -> None:
         self.tree.check_integrity()
         self.pool.check_integrity(self.tree.pages_held())
@@ -374,6 +383,48 @@ def test_a_prefix_that_another_request_holds_is_not_merged_away() -> None:
     assert cache.found(1, 2) == [1, 2]
     cache.tree.unlock(prefix, 0)
     cache.check()
+
+
+def test_the_tree_takes_over_the_pages_behind_a_locked_prefix_and_the_lock_with_them() -> None:
+    cache = Cache()
+    first = cache.extended(cache.locked(), 1, 2)
+    assert first is not None
+    longer = cache.extended(first, 3)
+    assert longer is not None
+    assert (num_nodes(cache.tree), cache.tree.num_pages, cache.tree.num_evictable) == (1, 3, 0)
+    assert cache.pool.refcount(np.arange(1, 4, dtype=np.int32)).tolist() == [1, 1, 1]
+    assert first.lock_count == -1, "the handle was exchanged for the longer one"
+    cache.tree.unlock(longer, 5)
+    assert cache.found(1, 2, 3) == [1, 2, 3]
+    assert cache.tree.evict(3) == 0, "step 5 may still read them"
+    cache.pool.complete(5)
+    assert cache.tree.evict(3) == 3
+
+
+def test_a_prefix_that_another_request_holds_is_continued_beside_it() -> None:
+    cache = Cache()
+    cache.add(1)
+    holders = [cache.locked(1) for _ in range(3)]
+    left, right = cache.extended(holders[0], 2), cache.extended(holders[1], 3)
+    assert left is not None
+    assert right is not None
+    assert left.parent is right.parent is holders[2]
+    assert cache.extended(holders[2], 3, 4) is None, "another one's page for the same tokens is there"
+    assert holders[2].lock_count == 3
+    for node in (left, right, holders[2]):
+        cache.tree.unlock(node, 0)
+        cache.check()
+    assert cache.tree.num_evictable == 3
+
+
+def test_requests_that_found_nothing_cached_continue_the_same_root() -> None:
+    cache = Cache()
+    roots = [cache.locked() for _ in range(3)]
+    nodes = [cache.extended(root, letter) for root, letter in zip(roots, (1, 2, 1), strict=True)]
+    assert nodes[2] is None
+    assert [node and node.parent is roots[0] for node in nodes] == [True, True, None]
+    assert [root.lock_count for root in roots] == [2, 0, 1]
+    assert cache.found(2) == [2]
 
 
 def test_a_prefix_used_more_recently_than_its_continuation_stays_apart() -> None:
