@@ -53,7 +53,7 @@ def free_a_cached_page(rows: Rows) -> None:
 def free_a_page_twice(rows: Rows) -> None:
     page = rows.pool.allocate(1)
     rows.pool.decref(page, 0)
-    rows.pool._push(page)
+    rows.pool._push(page.astype(np.intp))
 
 
 def defer_a_page_for_ever(rows: Rows) -> None:
