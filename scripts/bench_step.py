@@ -237,6 +237,11 @@ class ClosedLoop:
                 self._add(self._answer_tokens)
         return plan
 
+    def warm_up(self) -> None:
+        """Until all requests that were there at first have ended."""
+        while min(self._open) < len(self._open):
+            self.turn()
+
     def end(self) -> None:
         for rid in self._open:
             self.engine.scheduler.abort(rid)
@@ -246,14 +251,12 @@ class ClosedLoop:
 def measure_serving(engine: Engine, streams: int, prompt_tokens: int, answer_tokens: int) -> dict[str, Any]:
     """Over as many steps as an answer has tokens, from when all requests that were there at first have ended."""
     loop = ClosedLoop(engine, streams, prompt_tokens, answer_tokens)
-    turns = tokens = steps = steps_with_prompts = prompt_total = 0
-    begin = 0.0
+    loop.warm_up()
+    tokens = steps = steps_with_prompts = prompt_total = 0
+    begin = time.perf_counter()
     while steps < answer_tokens:
         plan = loop.turn()
-        turns += 1
-        if turns == answer_tokens + WARM_STEPS:
-            begin = time.perf_counter()
-        elif begin and plan is not None:
+        if plan is not None:
             steps += 1
             tokens += int(plan.row_samples.sum())
             prompt_total += len(plan.prefill_tokens)

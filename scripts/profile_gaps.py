@@ -5,7 +5,7 @@
 
 MODEL_FOLDER needs a config.json only (default: the shapes in scripts/data); weights are random. Scheduler and executor
 run in the loop's order, two steps in flight, under torch.profiler, whose kernel intervals come from CUPTI. A step
-begins with the kernel that fetches its plan.
+begins with the kernel that fetches its plan, or with the one that reads it if that does both.
 
     busy        time in which some kernel ran / all time; copies count as idle
     idle gap    between the last kernel of a step and the first of the next
@@ -48,7 +48,8 @@ from asyncengine.config import EngineConfig
 
 DISCARDED_STEPS = 5
 """At both ends of what was profiled: the pipeline fills after the clocks were compared, and drains."""
-FIRST_KERNEL = "step_meta_kernel"
+FETCH_KERNEL, FIRST_KERNEL = "_fetch_kernel", "step_meta_kernel"
+"""A step begins with the second, unless the first comes right before it."""
 NO_KERNELS = ("Memcpy", "Memset", "Context Sync", "Stream Sync", "Stream Wait Event", "Event Sync")
 """How the names of the profiler's other events on the GPU begin."""
 SYNCHRONIZE = "cudaDeviceSynchronize"
@@ -95,8 +96,7 @@ def profile_decode(engine: Engine, batch: int, context: int, steps: int) -> tupl
 def profile_serving(engine: Engine, streams: int, request: tuple[int, int], steps: int) -> tuple[Report, bool]:
     """As `profile_turns`, of a closed loop."""
     loop = ClosedLoop(engine, streams, *request)
-    for _ in range(request[1] + WARM_STEPS):
-        loop.turn()
+    loop.warm_up()
     result = profile_turns(engine, loop.turn, steps)
     loop.end()
     return result
@@ -142,8 +142,14 @@ def read_events(profiler: profile) -> tuple[list[Interval], list[float], list[In
                 kernels.append(interval)
         elif event.name == SYNCHRONIZE:
             synchronized.append(interval)
-    begins = sorted(kernel.begin for kernel in kernels if kernel.name == FIRST_KERNEL)
-    return sorted(kernels), begins, sorted(synchronized)
+    kernels.sort()
+    begins: list[float] = []
+    fetch: Interval | None = None
+    for kernel in kernels:
+        if kernel.name == FIRST_KERNEL:
+            begins.append((fetch or kernel).begin)
+        fetch = kernel if kernel.name == FETCH_KERNEL else None
+    return kernels, begins, sorted(synchronized)
 
 
 # --------------------------------------------------------------------------------------------------------------- report

@@ -87,7 +87,8 @@ def test_a_report_of_made_up_steps_is_exact() -> None:
 
 
 class MadeUpProfiler:
-    """Steps of 100 us: three kernels, a copy that is none; before them, the host's wait for the GPU."""
+    """Steps of 100 us: three kernels, in every second one four, and a copy that is none; before them, the host's wait
+    for the GPU."""
 
     STEPS = 20
 
@@ -105,7 +106,10 @@ class MadeUpProfiler:
         yield made_up_event(DeviceType.CPU, "cudaGraphLaunch", 50, 60)
         for step in range(self.STEPS):
             begin = 100 * (step + 1)
-            yield made_up_event(DeviceType.CUDA, "step_meta_kernel", begin + 4, begin + 8)
+            fetched = 2 * (step % 2)
+            if fetched:
+                yield made_up_event(DeviceType.CUDA, "_fetch_kernel", begin + 4, begin + 6)
+            yield made_up_event(DeviceType.CUDA, "step_meta_kernel", begin + 4 + fetched, begin + 8)
             yield made_up_event(DeviceType.CUDA, "forward", begin + 8, begin + 60)
             yield made_up_event(DeviceType.CUDA, "sample", begin + 60, begin + 94)
             yield made_up_event(DeviceType.CUDA, "Memcpy DtoH (Device -> Pinned)", begin + 94, begin + 96)
@@ -148,8 +152,14 @@ def test_the_loop_is_profiled_and_goes_on_unmarked(
     results = profile_gaps.profile_model(tiny_model, [1, 3], Namespace(context=8, steps=10, serving=None))
     for result, batch in zip(results, (1, 3), strict=True):
         assert (result["batch"], result["step_us"], result["busy_us"], result["busy_share"]) == (batch, 100, 90, 0.9)
-        assert (result["kernels_per_step"], result["idle_us"]) == (3, {"p50": 10, "p99": 10, "max": 10})
-        assert result["kernels"] == [("forward", 52, 1), ("sample", 34, 1), ("step_meta_kernel", 4, 1)]
+        fetched = 5 / 9  # of nine steps
+        assert result["kernels_per_step"] == pytest.approx(3 + fetched)
+        assert result["idle_us"] == {"p50": 10, "p99": 10, "max": 10}
+        kernels = {"forward": (52, 1), "sample": (34, 1), "step_meta_kernel": (4 - 2 * fetched, 1)}
+        kernels["_fetch_kernel"] = (2 * fetched, fetched)
+        assert [name for name, *_ in result["kernels"]] == list(kernels)
+        for name, *found in result["kernels"]:
+            assert found == pytest.approx(kernels[name])
         assert sum(result["longest_gaps_us"][0]["host"].values()) == pytest.approx(10)
     assert not {"launch", "collect"} & set(vars(engine.executor))
     output = capsys.readouterr().out

@@ -101,7 +101,6 @@ CUTS: tuple[tuple[int, int, int, LinearConfig | None], ...] = (
     (32, 1023, ANY, replace(_SMALL, rows=32, num_warps=4)),
     (ANY, 1023, ANY, None),
     # Tensor cores: deeper while each SM has one program, K split where there would be far fewer.
-    (4, 2048, 2048, FmaConfig(rows=4, block_k=1024, depth=1, num_warps=4)),
     (8, 3072, 2048, replace(_DEEP, split_k=4)),
     (16, 2048, 2048, replace(_NARROW_DEEP, split_k=4)),
     (32, 3072, 2048, replace(_DEEP, split_k=4)),

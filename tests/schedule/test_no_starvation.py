@@ -111,3 +111,20 @@ def test_no_request_gives_way_more_often_than_it_may_whatever_comes() -> None:
         crowd.end()
         most.append(max(crowd.retractions.values()))
     assert max(most) == MAX_PREEMPTIONS
+
+
+def test_rows_that_keep_all_slots_while_they_wait_run_before_one_that_goes_before_them_but_has_none() -> None:
+    """The first two rows keep their slots from when all is set aside for a trial, and nothing runs that would end."""
+    core = EngineCore(max_num_seqs=1, policy="priority")
+    core.add(1, np.full(20, 1, np.int32), 40, priority=5, ignore_eos=True)
+    for _ in range(3):
+        core.turn()
+    core.add(2, np.full(20, 2, np.int32), 40, priority=1, ignore_eos=True)  # takes the place of the first
+    for _ in range(6):
+        core.turn()
+    while not core.scheduler.set_aside():
+        core.turn()
+    core.add(3, np.full(20, 3, np.int32), 40, priority=0, ignore_eos=True)
+    core.scheduler.queue.release()
+    core.run(500)
+    core.assert_all_right()
