@@ -72,6 +72,8 @@ class Inbox:
         if arrived:
             self._trials.hush()
             self._take_messages()
+        else:
+            self._part = FIRST_PART
         if self._grammar is not None and (arrived or self._grammar.busy):
             self._hear_grammar(self._grammar)
         if self._trials.busy:

@@ -12,7 +12,8 @@ until all have started, what each part takes in all, divided by their number, an
 Requests come by their pipe, and their answers leave, as in the real loop; what a client does is not counted.
 
     uncached    prefix caching is off
-    distinct    prompts have nothing in common; the cache is full, so that each finds its pages by eviction
+    distinct    prompts have nothing in common; in the second table the cache is full, so that each finds its pages by
+                eviction
     shared      prompts begin like one of a few, with three pages of seven
     grouped     as distinct, but requests come sixteen at a time, as where prompts wait for one another
 
@@ -349,6 +350,7 @@ def _burst(kind: str, batch: int, device: NoDevice) -> dict[str, float]:
             requests.send(ANSWER_TOKENS)
         time.sleep(BURST_ARRIVES_SECONDS)
         while started < batch:
+            sender.flush()
             turn = host.turn()
             times.append(turn.seconds)
             started += 0 if turn.plan is None else len(turn.plan.start)

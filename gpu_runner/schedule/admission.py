@@ -162,21 +162,18 @@ class Admission:
                 return
             if request is self._blocked or not self._start(request, len(self._running.prefill)):
                 self._blocked = request
-                others = self._instead_of(request)
-                request = next((each for each in others if self._start(each, len(self._running.prefill))), None)
-                if request is None:
+                request = self._instead_of(request)
+                if request is None or not self._start(request, len(self._running.prefill)):
                     return
             if self._slots.state.item(request.slot) == State.PREFILL:
                 budget = self._prefill.place(request.slot, budget, draft)
 
-    def _instead_of(self, head: Request) -> list[Request]:
-        """Of which the first that can may start though `head` cannot."""
+    def _instead_of(self, head: Request) -> Request | None:
+        """Which may start though `head` cannot."""
         if head.slot < 0 and not self._slots.num_free:
-            # All slots are kept by rows that were retracted. If those waited for it, it would wait for them.
-            room = len(self._running) < self._max_num_seqs
-            return [request for request in self._queue if request.slot >= 0] if room else []
-        filler = self._filler(head)
-        return [filler] if filler is not None else []
+            # All slots are kept, some by rows that were retracted: if those waited for it, it could wait for them.
+            return self._queue.first_with_slot() if len(self._running) < self._max_num_seqs else None
+        return self._filler(head)
 
     def _filler(self, head: Request) -> Request | None:
         """A shorter request to use pages that are too few for `head`; none where rows make room for that instead."""

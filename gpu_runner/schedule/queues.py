@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from asyncengine.config import SchedulingPolicy, ServiceClass
 from gpu_runner.schedule.ageing import Ageing
 from gpu_runner.schedule.limits import Backlog
-from gpu_runner.schedule.orders import Lane, Order, by_length
+from gpu_runner.schedule.orders import KEYS, Lane, Order, by_length
 from gpu_runner.schedule.request import Request
 from gpu_runner.schedule.tenants import Tenants
 
@@ -104,6 +104,12 @@ class WaitingQueue:
             return None
         shortest = self._classes[head.background].shortest.first()
         return shortest if shortest is not None and shortest.prompt_len < head.prompt_len else None
+
+    def first_with_slot(self) -> Request | None:
+        """The first by class, tenant and policy of those that were retracted. Looks at all that wait."""
+        retracted = (request for request in self if request.slot >= 0)
+        key, served = KEYS[self._policy], self.tenants.served
+        return min(retracted, key=lambda each: (each.background, served[each.account], *key(each)), default=None)
 
     def take(self, request: Request, *, resumed: bool) -> None:
         """Take out a request that starts, for the first time or again."""

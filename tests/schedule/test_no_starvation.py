@@ -128,3 +128,21 @@ def test_rows_that_keep_all_slots_while_they_wait_run_before_one_that_goes_befor
     core.scheduler.queue.release()
     core.run(500)
     core.assert_all_right()
+
+
+def test_of_rows_that_keep_all_slots_the_one_that_goes_before_the_others_runs_first() -> None:
+    core = EngineCore(max_num_seqs=1)
+    core.add(0, np.full(20, 1, np.int32), 40, terms=Terms("a", "background"), ignore_eos=True)
+    for _ in range(3):
+        core.turn()
+    core.add(1, np.full(20, 2, np.int32), 40, terms=Terms("a"), ignore_eos=True)  # takes the place of the first
+    for _ in range(8):
+        core.turn()
+    while not core.scheduler.set_aside():
+        core.turn()
+    core.add(2, np.full(20, 3, np.int32), 5, terms=Terms("b"), ignore_eos=True)
+    core.scheduler.queue.release()
+    assert core.scheduler.queue.head() is not None
+    core.run(500)
+    core.assert_all_right()
+    assert core.finish_order == [1, 2, 0]
