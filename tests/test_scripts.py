@@ -155,8 +155,8 @@ def test_the_loop_is_profiled_and_goes_on_unmarked(
         fetched = 5 / 9  # of nine steps
         assert result["kernels_per_step"] == pytest.approx(3 + fetched)
         assert result["idle_us"] == {"p50": 10, "p99": 10, "max": 10}
-        kernels = {"forward": (52, 1), "sample": (34, 1), "step_meta_kernel": (4 - 2 * fetched, 1)}
-        kernels["_fetch_kernel"] = (2 * fetched, fetched)
+        kernels: dict[str, tuple[float, float]] = {"forward": (52, 1), "sample": (34, 1)}
+        kernels |= {"step_meta_kernel": (4 - 2 * fetched, 1), "_fetch_kernel": (2 * fetched, fetched)}
         assert [name for name, *_ in result["kernels"]] == list(kernels)
         for name, *found in result["kernels"]:
             assert found == pytest.approx(kernels[name])
