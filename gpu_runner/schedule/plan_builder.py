@@ -23,7 +23,6 @@ _NUMBERS = np.dtype(
 )
 """What starts tell of each row's parameters: one array of them all is made many times quicker than one of each."""
 
-_NO_BIAS_IDS: Int32 = np.empty(0, np.int32)
 _NO_BIAS_VALUES = np.empty(0, np.float32)
 
 
@@ -175,7 +174,7 @@ class PlanBuilder:
             logprobs=numbers["logprobs"],
             constrained=slots.constrained[slot].astype(np.int32),
             num_bias=numbers["num_bias"],
-            bias_ids=np.array([token for token, _ in biases], np.int32) if biases else _NO_BIAS_IDS,
+            bias_ids=np.array([token for token, _ in biases], np.int32) if biases else self._nothing,
             bias_values=np.array([value for _, value in biases], np.float32) if biases else _NO_BIAS_VALUES,
         )
 

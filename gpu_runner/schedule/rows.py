@@ -135,10 +135,10 @@ class Rows:
         cached = len(match.pages)
         needed = -(-len(tokens) // PAGE_SIZE) - cached
         tree.lock(match.node)
-        if needed + watermark > pool.num_free + tree.num_evictable:
+        if not self.has_pages(needed + watermark):
             self.sessions.expire()
             self.unpin_for(needed + watermark, request.terms.tenant, copied_only=not alone)
-        fits = needed + watermark <= pool.num_free + tree.num_evictable
+        fits = self.has_pages(needed + watermark)
         if not fits or (needed > pool.num_free and self.missing_pages(needed)):
             tree.unlock(match.node, pool.completed_epoch)
             return False

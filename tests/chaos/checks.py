@@ -18,7 +18,8 @@ GONE_SECONDS = 60.0
 LOOKS_PER_WORKER = 8
 """Connections go to API workers as it happens; with so many looks each of them is seen."""
 FDS_OF_CONNECTION = 2
-"""Of one between two of the server's processes, which is made when it is first needed."""
+"""Of one of a text process to an API worker, which is made when it is first needed."""
+TEXT_ROLES = ("tokenizer_proc", "detokenizer_proc")
 RSS_SLACK_BYTES = 48 * 2**20
 RSS_SLACK_SHARE = 0.15
 """What a process may hold more than its role did before, the larger of both: memory that its allocator keeps after the
@@ -84,8 +85,8 @@ def _process_problems(processes: list[Process], setup: Setup, baseline: Baseline
             problems.append(f"{name} is in state {process.state}")
         if baseline is None or process.role not in baseline.fds:
             continue
-        # Whether in peace each was needed by each is chance.
-        unseen = FDS_OF_CONNECTION * (setup.api_workers - 1)
+        # Whether in peace each text process had answers for each API worker is chance.
+        unseen = FDS_OF_CONNECTION * (setup.api_workers - 1) if process.role in TEXT_ROLES else 0
         if process.fds > baseline.fds[process.role] + unseen:
             problems.append(f"{name} has {process.fds} file descriptors, before {baseline.fds[process.role]}")
         before = baseline.rss_bytes[process.role]

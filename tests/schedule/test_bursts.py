@@ -71,3 +71,11 @@ def test_the_next_burst_begins_with_a_small_part_again(burst: Burst) -> None:
     assert [burst.taken(), burst.taken()] == [FIRST_PART, FIRST_PART]
     burst.come(2 * FIRST_PART)
     assert burst.taken() == FIRST_PART
+
+
+def test_a_burst_that_ends_with_a_whole_part_leaves_the_next_one_a_small_part_too(burst: Burst) -> None:
+    burst.come(3 * FIRST_PART)
+    assert [burst.taken(), burst.taken()] == [FIRST_PART, 2 * FIRST_PART]
+    burst.inbox.drain()  # nothing has come
+    burst.come(3 * FIRST_PART)
+    assert burst.taken() == FIRST_PART

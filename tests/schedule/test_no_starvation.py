@@ -142,7 +142,9 @@ def test_of_rows_that_keep_all_slots_the_one_that_goes_before_the_others_runs_fi
         core.turn()
     core.add(2, np.full(20, 3, np.int32), 5, terms=Terms("b"), ignore_eos=True)
     core.scheduler.queue.release()
-    assert core.scheduler.queue.head() is not None
+    head = core.scheduler.queue.head()
+    assert head is not None
+    assert head.rid == 2
     core.run(500)
     core.assert_all_right()
     assert core.finish_order == [1, 2, 0]
