@@ -6,8 +6,9 @@
     score graph, by row bucket                                    head, log-probabilities of prompts, deliver
     finish graph, by variant and row bucket                       head, sample, post_update, deliver
 
-The first is for steps of few rows that all decode and need nothing special, where the gap between two graphs would
-show. Where the plan is small, `step_meta` fetches it; where results are but tokens, `post_update` delivers them.
+The first is for steps whose rows all decode and need nothing special: the host launches once, and there is no gap
+between two graphs. Where the plan is small, `step_meta` fetches it; where results are but tokens, `post_update`
+delivers them.
 
 All that differs between steps of one size lies in device memory at fixed addresses: the uploaded plan, the state of
 the slots, the step's layout (`StepMeta`), the work lists. The score graph is replayed between the two by steps that
@@ -49,9 +50,6 @@ Variant = Literal["none", "greedy", "sample", "filtered", "full"]
 """none: no row samples. greedy: all rows are. sample: no row has a filter. filtered: any way to choose a token,
 min_tokens included. full: that, with penalties, logit bias, masks and log-probabilities."""
 DECODE_VARIANTS: tuple[Variant, ...] = ("sample", "greedy")
-MAX_DECODE_GRAPH_TOKENS = 64
-"""A border between graphs takes some 5 us, the gather before it included: below 0.3 % of the steps beyond, which would
-take as many graphs again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,19 +170,17 @@ class GraphStep:
 
         Run on tensors without memory, they tell which kernels there are.
         """
-        decode_bucket = bucket_for(self._token_buckets, self._max_rows)
+        largest = bucket_for(self._token_buckets, self._max_rows)
+        decode_buckets = [bucket for bucket in reversed(self._token_buckets) if bucket <= largest]
         kinds = [
             [self._forward_work(bucket, prefill=True) for bucket in reversed(self._token_buckets)],
-            [self._forward_work(bucket, False) for bucket in reversed(self._token_buckets) if bucket <= decode_bucket],
+            [self._forward_work(bucket, prefill=False) for bucket in decode_buckets],
         ]
         variants: tuple[Variant, ...] = ("full", "filtered", "sample", "greedy")
         for variant in variants:
             kinds.append([self._finish_work(variant, rows) for rows in reversed(self._row_buckets)])
-        whole = min(decode_bucket, MAX_DECODE_GRAPH_TOKENS)
         for variant in DECODE_VARIANTS:
-            kinds.append(
-                [self._decode_work(variant, bucket) for bucket in reversed(self._token_buckets) if bucket <= whole]
-            )
+            kinds.append([self._decode_work(variant, bucket) for bucket in decode_buckets])
         kinds.append([self._score_work(rows) for rows in reversed(self._row_buckets)])
         return [*kinds, [self._finish_work("none", 0)]]
 
