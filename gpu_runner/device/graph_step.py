@@ -41,7 +41,7 @@ from gpu_runner.kernels.sample import Sampler
 from gpu_runner.kernels.sample_full import ONE_PART_TILING, TILING, FullSampling
 from gpu_runner.kernels.score_prompt import PromptScorer
 from gpu_runner.kernels.step_meta import new_step_meta, step_meta
-from gpu_runner.kernels.work_list import LONE_ROWS, LONE_SPLIT_STEP, allocate_work_list, build_work_list
+from gpu_runner.kernels.work_list import allocate_work_list, build_work_list, range_cut
 from gpu_runner.models.config import ModelConfig
 from gpu_runner.models.decoder import Decoder
 from gpu_runner.schedule.buckets import bucket_for, token_buckets
@@ -241,8 +241,9 @@ class GraphStep:
     def _layers(self, num_tokens: int, *, prefill: bool) -> Tensor:
         """From the upload to the last residual of each token."""
         meta, page_table = self._meta, self._state.page_table
-        first, *others = self._work.values()
-        split_step = None if prefill or num_tokens > LONE_ROWS else LONE_SPLIT_STEP
+        cut = range_cut(num_tokens, prefill=prefill)
+        lists = {window: work.recut(cut) for window, work in self._work.items()}
+        first, *others = lists.values()
         if prefill:
             fetch(self._host_ring, self._inputs, num_tokens=num_tokens)
         step_meta(
@@ -251,7 +252,6 @@ class GraphStep:
             ring=None if prefill else self._host_ring,
             work=first,
             prefill=prefill,
-            split_step=split_step,
         )
         for work in others:
             build_work_list(
@@ -263,9 +263,8 @@ class GraphStep:
                 row_token=meta.row_token,
                 page_table=page_table,
                 prefill=prefill,
-                split_step=split_step,
             )
-        layers = CudaMeta(step=meta, work=self._work, page_table=page_table, prefill=prefill)
+        layers = CudaMeta(step=meta, work=lists, page_table=page_table, prefill=prefill)
         residual = self._residual[:num_tokens] if prefill else None
         return self._decoder.forward(meta.token_ids[:num_tokens], layers, self.kv_cache, residual=residual)
 

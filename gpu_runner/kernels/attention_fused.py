@@ -38,8 +38,9 @@ MAX_GROUP = 8
 """Query heads of a KV head: the used rows of a tensor-core product."""
 MIN_HEAD_DIM = 32
 """Two halves of the 16 dimensions that a tensor-core product sums over."""
-FEW_ROWS = 16
-"""Up to here a multiprocessor has about one program."""
+LONE_ROWS, FEW_ROWS = 2, 16
+"""Up to the first there are multiprocessors for more ranges than rows would fill, up to the second each has about one
+program."""
 MAX_ROWS = 32
 """From more on, keys and values that stream through shared memory hide more of each other's ways than registers do:
 `attention_decode` behind a kernel that rotates is faster."""
@@ -57,11 +58,12 @@ class FusedTiling:
 
 
 def fused_tiling(rows: int, head_bytes: int) -> FusedTiling:
-    """Few rows: the whole of a usual range at once. More: smaller programs, of which two fit on a multiprocessor.
+    """Few rows: the whole of a usual range at once. More, or so few that their ranges are short: smaller programs, of
+    which two fit on a multiprocessor.
 
     head_bytes: of a key. A tile's keys and values are in registers.
     """
-    return FusedTiling(warp_keys=32 if head_bytes <= 256 else 16, num_warps=8 if rows <= FEW_ROWS else 4)
+    return FusedTiling(warp_keys=32 if head_bytes <= 256 else 16, num_warps=8 if LONE_ROWS < rows <= FEW_ROWS else 4)
 
 
 def fused_decode_attention(

@@ -87,7 +87,6 @@ def step_meta(
     ring: HostRing | None = None,
     work: WorkList | None = None,
     prefill: bool = True,
-    split_step: int | None = None,
 ) -> None:
     """Apply the plan in `upload`, packed as `upload_layout` says, to `state`; fill `meta`.
 
@@ -97,13 +96,13 @@ def step_meta(
     filled. `kv_len` of decode rows, `last_token` and what ends a row are `post_update`'s to change.
 
     ring: the turn's plan is fetched into `upload` first, as `host_ring.fetch` does; every program does so for itself,
-    which is for plans of some thousand words. work: filled too, as `build_work_list` does, for which see `prefill` and
-    `split_step`. Fixed in a graph: all addresses, `num_tokens`, `prefill`, `split_step`.
+    which is for plans of some thousand words. work: filled too, as `build_work_list` does, for which see `prefill`.
+    Fixed in a graph: all addresses, `num_tokens`, `prefill`, the list's cut.
     """
     max_rows = len(meta.row_slot)
     pages_per_seq = state.page_table.shape[1]
     programs = triton.cdiv(max(max_rows, num_tokens), BLOCK)
-    lists = list_shape(work, prefill=prefill, split_step=split_step)
+    lists = list_shape(work, prefill=prefill)
     usual = HEADER_WORDS + num_tokens * WORDS_PER_TOKEN + AHEAD_STEP
     ahead = min(usual, FETCH_BLOCK, len(upload)) // AHEAD_STEP
     step_meta_kernel[(programs + lists["LISTS"],)](

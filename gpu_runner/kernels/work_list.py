@@ -6,8 +6,8 @@ prefill rows.
 
 Decode: the step's T_d decode rows see L keys in total. They are cut into ranges of about
     size = max(split_step, L / target, longest / MAX_SPLITS), rounded up to split_step,
-so that short steps fill the machine, ragged ones are balanced, and a step with rows enough is not cut at all. A row of
-v keys gets at most ceil(v / size) ranges. Hence
+so that short steps fill the machine, ragged ones are balanced, and a step with rows enough is not cut at all; target
+and split_step depend on the step's tokens (`range_cut`). A row of v keys gets at most ceil(v / size) ranges. Hence
     items   <= sum(v / size + 1) <= target + T_d, and <= T_d * MAX_SPLITS,
     partial <= 2 * target: only rows with v > size are cut, and their ceil(v / size) <= 2 * v / size.
 They are listed by falling length, roughly: what is begun last is short, so that programs end at about the same time.
@@ -22,7 +22,7 @@ the first, beside what else it does, `build_work_list` the others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -32,12 +32,8 @@ from asyncengine.config import PAGE_SIZE
 from gpu_runner.kernels.launch import launch_options
 from gpu_runner.kernels.work_list_kernel import build_kernel
 
-TARGET_PROGRAMS = 132 * 8
-"""Programs (ranges x KV heads) that a decode step is cut into if it has fewer rows: about two rounds of an H200."""
-SPLIT_STEP = 512
-"""Tokens of a row that are not worth cutting: merging the results of shorter ranges costs more than they save."""
-LONE_SPLIT_STEP, LONE_ROWS = 256, 2
-"""Where as few rows as that leave the machine empty, shorter ranges pay."""
+MULTIPROCESSORS = 132
+"""Of an H200."""
 SPLIT_ALIGN = 64
 """A row's ranges are equally long, up to multiples of as many tokens."""
 MAX_SPLITS = 32
@@ -53,6 +49,35 @@ TILE_WORDS = 4
 ROW_BLOCK = 256
 SORT_BLOCK = 128
 OTHERS_BLOCK = 32
+
+
+@dataclass(frozen=True, slots=True)
+class RangeCut:
+    """programs: ranges x KV heads that a decode step of fewer rows is cut into, about. split_step: tokens of a row that
+    are not worth cutting: merging the results of shorter ranges costs more than they save."""
+
+    programs: int
+    split_step: int
+
+
+# Up to so many tokens, from the output of `scripts/bench_kernels/attention_layer.py`. While rows are few, as many
+# programs as run at once, one to four on a multiprocessor: any more would start when these have ended, with nothing to
+# hide how long their first keys take.
+_CUTS = (
+    (2, RangeCut(2 * MULTIPROCESSORS, 128)),
+    (4, RangeCut(MULTIPROCESSORS, 256)),
+    (16, RangeCut(MULTIPROCESSORS, 512)),
+    (32, RangeCut(2 * MULTIPROCESSORS, 512)),
+    (64, RangeCut(4 * MULTIPROCESSORS, 512)),
+)
+LARGE_CUT = RangeCut(8 * MULTIPROCESSORS, 512)
+"""Of all other steps; of no cut are there more programs."""
+
+
+def range_cut(num_tokens: int, *, prefill: bool) -> RangeCut:
+    """Of the decode rows in a step of `num_tokens` tokens, padding included. prefill: whether others may prefill."""
+    fitting = (cut for tokens, cut in _CUTS if num_tokens <= tokens)
+    return LARGE_CUT if prefill else next(fitting, LARGE_CUT)
 
 
 LIST_SHAPE = (
@@ -84,6 +109,12 @@ class WorkList:
     partial_lse: Tensor  # [2 * target_items, num_heads] float32, base 2
     arrived: Tensor  # [2 * target_items, num_kv_heads] int32, zero between kernels
 
+    def recut(self, cut: RangeCut) -> WorkList:
+        """The same buffers, for steps whose decode rows are cut so: at most into as many programs as these were made
+        for."""
+        target = max(1, cut.programs // self.arrived.shape[1])
+        return replace(self, target_items=min(self.target_items, target), split_step=cut.split_step)
+
     def decode_items(self, num_tokens: int) -> int:
         """The most items that a step of `num_tokens` tokens, padding included, can have."""
         rows = min(num_tokens, self.max_rows)
@@ -104,18 +135,18 @@ def allocate_work_list(
     head_dim: int,
     window: int | None,
     device: torch.device,
-    target_programs: int = TARGET_PROGRAMS,
+    cut: RangeCut = LARGE_CUT,
     tile_rows: int | None = None,
-    split_step: int = SPLIT_STEP,
     all_rows: bool = False,
 ) -> WorkList:
-    """max_rows: rows of any step, below 2**16. max_tokens: of any step, at least max_rows, below 2**24.
+    """max_rows: rows of any step, below 2**16. max_tokens: of any step, at least max_rows, below 2**24. cut: the one of
+    most programs, of those that there will be.
 
     window: tokens that a layer's queries see, their own included; None = all. all_rows: decode rows are cut into tiles
     too, as chunks of one token, and there are no ranges. tile_rows: None takes what `prefill_tiling` is made for.
     Zeroed, so that what a kernel reads ahead of time is always a valid index.
     """
-    target = max(1, target_programs // num_kv_heads)
+    target = max(1, cut.programs // num_kv_heads)
     tile_rows = tile_rows or (ALL_ROWS_TILE_ROWS if all_rows else PREFILL_TILE_ROWS)
     tile_tokens = max(1, tile_rows // (num_heads // num_kv_heads))
     num_tiles = max_rows + (max_tokens - max_rows) // tile_tokens
@@ -127,7 +158,7 @@ def allocate_work_list(
         max_rows=max_rows,
         target_items=target,
         tile_tokens=tile_tokens,
-        split_step=split_step,
+        split_step=cut.split_step,
         window=window,
         all_rows=all_rows,
         items=zeros(min(max_rows + target, max_rows * MAX_SPLITS), ITEM_WORDS),
@@ -150,7 +181,6 @@ def build_work_list(
     row_token: Tensor,
     page_table: Tensor,
     prefill: bool,
-    split_step: int | None = None,
 ) -> None:
     """Fill `work` for a step. One launch of one or two programs, before the first layer.
 
@@ -158,11 +188,10 @@ def build_work_list(
     the first `counts[1]` are read; row_start: tokens in the KV cache before the step, row_token: index of the row's
     first token in the flat batch. page_table: [num_slots, pages_per_seq] int32, for its shape: a row that has ended may
     stand behind its last page, and sees what the pages hold. prefill: whether the step can have prefill rows.
-    split_step: None takes the list's own.
 
-    Fixed inside a graph: all addresses and shapes, `prefill`, `split_step`.
+    Fixed inside a graph: all addresses and shapes, the list's cut, `prefill`.
     """
-    shape = list_shape(work, prefill=prefill, split_step=split_step)
+    shape = list_shape(work, prefill=prefill)
     build_kernel[(shape["LISTS"],)](
         counts,
         row_slot,
@@ -179,11 +208,11 @@ def build_work_list(
     )
 
 
-def list_shape(work: WorkList | None, *, prefill: bool, split_step: int | None) -> dict[str, int]:
+def list_shape(work: WorkList | None, *, prefill: bool) -> dict[str, int]:
     """What the kernels that list are compiled for; `LISTS` is the number of programs that do. None: they do not."""
     if work is None:
         return dict.fromkeys(LIST_SHAPE, 0)
-    step = split_step or work.split_step
+    step = work.split_step
     rows = min(ROW_BLOCK, max(32, triton.next_power_of_2(work.max_rows)))
     align = min(step, SPLIT_ALIGN)
     lists = 2 if prefill or work.all_rows else 1

@@ -22,7 +22,7 @@ from gpu_runner.kernels import reference
 from gpu_runner.kernels.attention_decode import DecodeTiling, decode_attention
 from gpu_runner.kernels.attention_prefill import PrefillTiling, prefill_attention
 from gpu_runner.kernels.ops import BatchMeta
-from gpu_runner.kernels.work_list import SPLIT_STEP, WorkList, allocate_work_list, build_work_list
+from gpu_runner.kernels.work_list import LARGE_CUT, RangeCut, WorkList, allocate_work_list, build_work_list
 
 PAGE = 16
 FLOPS_PER_US = 750e6
@@ -56,14 +56,14 @@ class Case:
 @dataclass(frozen=True)
 class DecodeChoice:
     tiling: DecodeTiling
-    target_programs: int = 132 * 8
+    programs: int = LARGE_CUT.programs
 
     @property
     def label(self) -> str:
         tiling = self.tiling
         return (
             f"{tiling.block_tokens}/{tiling.num_warps}/{tiling.num_stages}/{tiling.prefetch_pages}"
-            f"/{self.target_programs // 132}"
+            f"/{self.programs // 132}"
         )
 
 
@@ -114,7 +114,7 @@ class Step:
         self.out = torch.full_like(self.q, torch.nan)
         self.scale = shape.head_dim**-0.5
 
-    def work(self, *, target_programs: int = 132 * 8, tile_rows: int = 128, split_step: int = SPLIT_STEP) -> WorkList:
+    def work(self, cut: RangeCut = LARGE_CUT, *, tile_rows: int = 128) -> WorkList:
         return allocate_work_list(
             max_rows=len(self.starts),
             max_tokens=self.num_tokens,
@@ -123,9 +123,8 @@ class Step:
             head_dim=self.shape.head_dim,
             window=None,
             device=DEVICE,
-            target_programs=target_programs,
+            cut=cut,
             tile_rows=tile_rows,
-            split_step=split_step,
         )
 
     def build(self, work: WorkList) -> None:
@@ -182,7 +181,7 @@ class Step:
 
 def error(step: Step, decode: DecodeChoice, prefill: PrefillChoice) -> float:
     """Relative error of layer 0, all tokens; NaN if one was not written."""
-    work = step.work(target_programs=decode.target_programs, tile_rows=prefill.tile_rows)
+    work = step.work(replace(LARGE_CUT, programs=decode.programs), tile_rows=prefill.tile_rows)
     step.build(work)
     step.out.fill_(torch.nan)
     step.decode(work, 0, decode)
@@ -192,7 +191,7 @@ def error(step: Step, decode: DecodeChoice, prefill: PrefillChoice) -> float:
 
 
 def time_decode(step: Step, choice: DecodeChoice) -> float:
-    work = step.work(target_programs=choice.target_programs)
+    work = step.work(replace(LARGE_CUT, programs=choice.programs))
     step.build(work)
     return median_us(lambda index: step.decode(work, index % step.layers, choice), max(step.layers, 20))
 
@@ -266,7 +265,7 @@ def main() -> None:
         DecodeTiling(128, 4, 2, 8),
     ]
     decode_choices = [DecodeChoice(tiling) for tiling in tilings]
-    targets = [replace(base, target_programs=132 * count) for count in (2, 4, 6, 8, 16)]
+    targets = [replace(base, programs=132 * count) for count in (2, 4, 6, 8, 16)]
     prefill_base = PrefillChoice(PrefillTiling(64, 8, 3, 132), 128)
     prefill_choices = [
         prefill_base,
@@ -290,7 +289,7 @@ def main() -> None:
         lens = np.random.default_rng(2).integers(1, 3000, 33).tolist()
         case = Case("ragged", lens, [(700, 333), (0, 1), (0, 517), (16, 64)])
         step = Step(shape, case, layers=1)
-        errors = [error(step, choice, prefill_base) for choice in (base, replace(base, target_programs=132))]
+        errors = [error(step, choice, prefill_base) for choice in (base, replace(base, programs=132))]
         print(f"{shape.name}: relative error " + ", ".join(f"{value:.1e}" for value in errors))
 
     grid = [(1, 256), (1, 1024), (1, 8192), (8, 256), (64, 256), (256, 256), (512, 256), (256, 1000)]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from attention import LLAMA, QWEN, SMOLLM, Case, Shape, Step, decode_case
+from attention import LLAMA, QWEN, SMOLLM, Case, Shape, Step, decode_case, ragged_case
 from bench_device import BYTES_PER_US, DEVICE, DTYPE, SMOKE
 from graph_timer import median_us
 from torch import Tensor
@@ -29,13 +29,41 @@ from gpu_runner.kernels.cuda_ops import CudaOps
 from gpu_runner.kernels.norm_rope import qk_norm_rope_write
 from gpu_runner.kernels.reference import rope_cos_sin
 from gpu_runner.kernels.residual import NormedLinear, Residual
-from gpu_runner.kernels.work_list import WorkList
+from gpu_runner.kernels.work_list import LARGE_CUT, MULTIPROCESSORS, RangeCut, WorkList
 
 LAYERS = 28
 MOST_WEIGHT_BYTES = 4e9
 EPS = 1e-6
 BASE = 1e6
-GRID = ((1, 256), (1, 400), (1, 700), (8, 400), (32, 300), (64, 256), (64, 400), (256, 256), (1, 4096), (64, 1024))
+GRID = (
+    *(
+        (1, 256),
+        (1, 1000),
+        (1, 8000),
+        (2, 1000),
+        (4, 400),
+        (4, 1000),
+        (4, 4000),
+        (8, 256),
+        (8, 1000),
+        (8, 2100),
+        (8, 4000),
+    ),
+    *(
+        (16, 400),
+        (16, 1000),
+        (16, 4000),
+        (24, 500),
+        (32, 300),
+        (32, 1000),
+        (48, 1000),
+        (64, 256),
+        (64, 1000),
+        (256, 256),
+    ),
+)
+RAGGED = ((4, 1000), (8, 1000), (16, 400), (16, 3000), (32, 1500), (48, 600), (64, 300), (64, 1000), (128, 600))
+"""Rows and their mean length."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +71,15 @@ class Choice:
     """tiling: None is the pair of kernels."""
 
     tiling: FusedTiling | None
-    split_step: int = 256
-    target_programs: int = 132 * 8
+    cut: RangeCut
 
     @property
     def label(self) -> str:
-        if self.tiling is None:
-            return f"pair s{self.split_step}"
-        tiling = self.tiling
-        target = "" if self.target_programs == 132 * 8 else f" t{self.target_programs // 132}"
-        return f"{tiling.warp_keys}x{tiling.num_warps} s{self.split_step}{target}"
+        kernel = "pair" if self.tiling is None else f"{self.tiling.warp_keys}x{self.tiling.num_warps}"
+        return f"{kernel} {self.cut.programs // MULTIPROCESSORS}/{self.cut.split_step}"
 
 
-PAIR = Choice(None, split_step=64)
+PAIR = Choice(None, RangeCut(MULTIPROCESSORS, 64))
 
 
 class Layers:
@@ -83,7 +107,7 @@ class Layers:
         self.ops = CudaOps.for_weights(shapes, max_tokens=rows, device=DEVICE)
 
     def work(self, choice: Choice) -> WorkList:
-        work = self.step.work(target_programs=choice.target_programs, split_step=choice.split_step)
+        work = self.step.work(choice.cut)
         self.step.build(work)
         return work
 
@@ -145,10 +169,18 @@ def compile_in_parallel(shape_name: str, count: int) -> None:
 
 
 def choices() -> list[Choice]:
-    tilings = [(32, 8), (16, 8), (32, 4), (16, 4), (32, 2), (16, 2)]
-    steps = [Choice(FusedTiling(32, warps), split_step=512) for warps in (8, 4)]
-    steps += [replace(PAIR, split_step=512), Choice(FusedTiling(32, 8), split_step=1024)]
-    return [replace(PAIR, split_step=256), *(Choice(FusedTiling(*tiling)) for tiling in tilings), *steps]
+    """By tiling, None that of the pair: programs to a multiprocessor, and steps of ranges."""
+    large, small = FusedTiling(32, 8), FusedTiling(32, 4)
+    cuts: list[tuple[FusedTiling | None, int, tuple[int, ...]]] = [
+        (large, 1, (256, 512)),
+        (large, 8, (512,)),
+        (small, 2, (128, 256, 512)),
+        (None, 4, (256, 512)),
+        (None, 8, (512,)),
+    ]
+    return [
+        Choice(tiling, RangeCut(programs * MULTIPROCESSORS, step)) for tiling, programs, steps in cuts for step in steps
+    ]
 
 
 def errors(shape: Shape, hidden: int, choices: list[Choice], case: Case) -> None:
@@ -160,7 +192,7 @@ def errors(shape: Shape, hidden: int, choices: list[Choice], case: Case) -> None
 
 def table(shape: Shape, hidden: int, choices: list[Choice], cases: list[Case]) -> None:
     print(
-        f"\n{shape.name}: us of attention in a layer; floor of KV bytes; keys of a warp x warps, stages, ranges' step"
+        f"\n{shape.name}: us of attention in a layer; floor of KV bytes; keys of a warp x warps, programs to an SM/step"
     )
     print(f"{'':>12} {'linears':>8} {'floor':>6} " + " ".join(f"{choice.label:>11}" for choice in choices))
     for case in cases:
@@ -183,7 +215,7 @@ def main() -> None:
     options = parser.parse_args()
     if SMOKE:
         shape = replace(SMOLLM, heads=3, kv_heads=1)
-        errors(shape, 48, [PAIR, Choice(FusedTiling(16, 2))], Case("smoke", [40, 1, 300], []))
+        errors(shape, 48, [PAIR, Choice(FusedTiling(16, 2), LARGE_CUT)], Case("smoke", [40, 1, 300], []))
         return
     shape, hidden = (QWEN, 1024) if options.shape == "qwen" else (LLAMA, 4096)
     ragged = Case("ragged", [1, 257, 3000, 17, 64, 65, 700], [])
@@ -194,7 +226,8 @@ def main() -> None:
     compile_in_parallel(options.shape, len(choices()))
     print(f"compiled in {time.monotonic() - start:.1f} s")
     errors(shape, 64, choices(), ragged)
-    table(shape, hidden, choices(), [decode_case(*size) for size in GRID])
+    cases = [*(decode_case(*size) for size in GRID), *(ragged_case(*size) for size in RAGGED)]
+    table(shape, hidden, choices(), cases)
     print(f"done in {time.monotonic() - start:.1f} s")
 
 

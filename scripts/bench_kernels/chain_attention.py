@@ -19,10 +19,9 @@ from torch import Tensor
 from gpu_runner.kernels.cuda_ops import CudaMeta, CudaOps
 from gpu_runner.kernels.residual import NormedLinear, Residual
 from gpu_runner.kernels.step_meta import new_step_meta
-from gpu_runner.kernels.work_list import LONE_ROWS, LONE_SPLIT_STEP, SPLIT_STEP, TARGET_PROGRAMS
+from gpu_runner.kernels.work_list import RangeCut, range_cut
 
 CONTEXT, CHUNK, PREFILL_TOKENS = (20, 48, 64) if SMOKE else (256, 512, linear_ways.PREFILL_TOKENS)
-PROGRAMS = 2 if SMOKE else TARGET_PROGRAMS
 EPS = 1e-6
 ROPE_BASE = 1e6
 
@@ -39,12 +38,11 @@ class ChainAttention:
 
     def __init__(self, shape: Shape, tokens: int, *, layers: int, norms_heads: bool) -> None:
         self._step = step = Step(shape, case_of(tokens), layers=layers)
-        split_step = LONE_SPLIT_STEP if tokens <= LONE_ROWS else SPLIT_STEP
-        work = step.work(target_programs=PROGRAMS, split_step=split_step)
+        prefill = tokens >= PREFILL_TOKENS
+        work = step.work(RangeCut(2, 512) if SMOKE else range_cut(tokens, prefill=prefill))
         step.build(work)
         meta = new_step_meta(max_rows=len(step.starts), max_tokens=tokens, device=DEVICE)
         meta = replace(meta, counts=step.counts, positions=step.positions, kv_index=step.kv_index)
-        prefill = tokens >= PREFILL_TOKENS
         self._meta = CudaMeta(step=meta, work={None: work}, page_table=step.page_table, prefill=prefill)
         half = torch.arange(0, shape.head_dim, 2, device=DEVICE) / shape.head_dim
         gains = 1 + torch.randn(2, shape.head_dim, dtype=DTYPE, device=DEVICE) / 8

@@ -10,7 +10,7 @@ from support.attention_step import AttentionStep, exact_attention, make_step
 from torch import Tensor
 
 from gpu_runner.kernels.attention_decode import DecodeTiling, decode_attention
-from gpu_runner.kernels.work_list import WorkList, allocate_work_list
+from gpu_runner.kernels.work_list import RangeCut, WorkList, allocate_work_list
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -34,8 +34,7 @@ def work_for(
         head_dim=head_dim,
         window=window,
         device=torch.device(DEVICE),
-        target_programs=target_programs,
-        split_step=64,
+        cut=RangeCut(target_programs, split_step=64),
     )
     work.partial_out.fill_(torch.nan)
     work.partial_lse.fill_(torch.nan)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpu_runner.kernels import reference
 from gpu_runner.kernels.attention_fused import FusedTiling, fused_decode_attention
-from gpu_runner.kernels.work_list import WorkList, allocate_work_list
+from gpu_runner.kernels.work_list import RangeCut, WorkList, allocate_work_list
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -62,7 +62,7 @@ class Case:
         work = allocate_work_list(
             max_rows=max_rows, max_tokens=max(max_rows, len(step.q)), num_heads=heads,
             num_kv_heads=step.kv_layer.shape[2], head_dim=head_dim, window=window, device=torch.device(DEVICE),
-            target_programs=target_programs, split_step=64,
+            cut=RangeCut(target_programs, split_step=64),
         )  # fmt: skip
         work.partial_out.fill_(torch.nan)
         work.partial_lse.fill_(torch.nan)

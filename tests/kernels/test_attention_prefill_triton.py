@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpu_runner.kernels.attention_decode import decode_attention
 from gpu_runner.kernels.attention_prefill import PrefillTiling, prefill_attention, prefill_tiling
-from gpu_runner.kernels.work_list import WorkList, allocate_work_list
+from gpu_runner.kernels.work_list import RangeCut, WorkList, allocate_work_list
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -34,7 +34,7 @@ def work_for(step: AttentionStep, *, window: int | None = None, tile_rows: int =
         head_dim=head_dim,
         window=window,
         device=torch.device(DEVICE),
-        target_programs=8,
+        cut=RangeCut(8, split_step=512),
         tile_rows=tile_rows,
     )
     step.list_work(work, prefill=True)

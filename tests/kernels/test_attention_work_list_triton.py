@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu_runner.kernels.work_list import MAX_SPLITS, WorkList, allocate_work_list, build_work_list
+from gpu_runner.kernels.work_list import (
+    LARGE_CUT,
+    MAX_SPLITS,
+    RangeCut,
+    WorkList,
+    allocate_work_list,
+    build_work_list,
+    range_cut,
+)
 from gpu_runner.kernels.work_list_kernel import RANKS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -30,8 +38,8 @@ def build(
     num_rows, num_tokens = len(lengths), sum(lengths)
     work = allocate_work_list(
         max_rows=max_rows, max_tokens=max(max_rows, num_tokens), num_heads=4, num_kv_heads=2, head_dim=16,
-        window=window, device=DEVICE, target_programs=target_programs, tile_rows=tile_rows,
-        split_step=SPLIT_STEP,
+        window=window, device=DEVICE, tile_rows=tile_rows,
+        cut=RangeCut(target_programs, SPLIT_STEP),
     )  # fmt: skip
     work.items.fill_(-7)
     work.tiles.fill_(-7)
@@ -112,6 +120,29 @@ def test_a_row_behind_its_last_page_sees_what_its_pages_hold() -> None:
     assert items_of(build([16 * PAGES_PER_SEQ + 1], [], max_rows=1, target_programs=128)) == [
         [0, 100, split * 320, min((split + 1) * 320, 16 * PAGES_PER_SEQ), 0, split, 30, 0] for split in range(30)
     ]
+
+
+@pytest.mark.parametrize("kv_heads", [1, 3, 8, 2048])
+def test_the_buffers_of_the_largest_cut_hold_every_other(kv_heads: int) -> None:
+    largest = allocate_work_list(
+        max_rows=600, max_tokens=600, num_heads=kv_heads, num_kv_heads=kv_heads, head_dim=1, window=None,
+        device=torch.device("meta"),
+    )  # fmt: skip
+    for tokens in range(1, 601):
+        for prefill in (False, True):
+            cut = range_cut(tokens, prefill=prefill)
+            work = largest.recut(cut)
+            assert cut.programs <= LARGE_CUT.programs
+            assert work.items is largest.items
+            assert work.decode_items(tokens) <= len(work.items)
+            assert 2 * work.target_items <= len(work.partial_out) == len(work.arrived)
+            assert work.split_step == cut.split_step
+
+
+def test_few_rows_are_cut_into_as_many_programs_as_run_at_once() -> None:
+    programs = [range_cut(tokens, prefill=False).programs // 132 for tokens in (1, 2, 4, 8, 16, 32, 64, 80)]
+    assert programs == [2, 2, 1, 1, 1, 2, 4, 8]
+    assert range_cut(1, prefill=True) == LARGE_CUT
 
 
 def test_an_empty_step_has_no_work() -> None:

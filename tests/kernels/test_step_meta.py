@@ -16,7 +16,7 @@ from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.host_ring import HostRing
 from gpu_runner.kernels.step_meta import FETCH_BLOCK, StepMeta, new_step_meta, step_meta
 from gpu_runner.kernels.upload_layout import HEADER_WORDS, USED_WORDS_WORD, offset_word
-from gpu_runner.kernels.work_list import WorkList, allocate_work_list, build_work_list
+from gpu_runner.kernels.work_list import RangeCut, WorkList, allocate_work_list, build_work_list
 from gpu_runner.schedule.plan import StepPlan
 
 PAGES_PER_SEQ = 5
@@ -256,18 +256,18 @@ def test_work_is_listed_beside_as_it_is_by_a_launch_of_its_own(num_decode_rows: 
     beside, alone = (
         allocate_work_list(
             max_rows=num_slots, max_tokens=max(bucket, num_slots), num_heads=4, num_kv_heads=2, head_dim=16,
-            window=None, device=DEVICE, target_programs=8, tile_rows=16, split_step=16,
-        )
+            window=None, device=DEVICE, cut=RangeCut(programs=8, split_step=16), tile_rows=16,
+        ).recut(RangeCut(programs=6, split_step=32))
         for _ in range(2)
     )  # fmt: skip
     poison(meta)
     upload = uploaded(plan, num_slots=num_slots, pages_per_seq=pages_per_seq)
-    step_meta(upload, state, meta, page_tokens, num_tokens=bucket, work=beside, prefill=prefill, split_step=32)
+    step_meta(upload, state, meta, page_tokens, num_tokens=bucket, work=beside, prefill=prefill)
     rows = (meta.counts, meta.row_slot, meta.row_start, meta.row_len, meta.row_token)
     counts, row_slot, row_start, row_len, row_token = (tensor.clone() for tensor in rows)
     build_work_list(
         alone, counts=counts, row_slot=row_slot, row_start=row_start, row_len=row_len, row_token=row_token,
-        page_table=state.page_table, prefill=prefill, split_step=32,
+        page_table=state.page_table, prefill=prefill,
     )  # fmt: skip
     assert alone.lengths.sum() > 0
     assert meta.row_len.tolist() == [*plan.row_len, *[0] * (num_slots - plan.num_rows)]
