@@ -87,10 +87,10 @@ def fused_decode_attention(
 
     qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim], heads of q, then k, then v; row i of the batch is token i. out:
     [T, num_heads, head_dim]. kv_layer: [2, num_pages, num_kv_heads, page_size, head_dim]. All contiguous and of one
-    dtype. positions, kv_index: [T] int32, as `qk_norm_rope_write` takes them. work, counts, page_table: as
-    `decode_attention` takes them. rotation: [positions, head_dim] float32, cosines and then sines of each position;
-    rows behind the last are rotated as it is. q_norm, k_norm: [head_dim], both or neither. head_dim: a power of two.
-    ValueError unless `can_fuse`.
+    dtype, on a GPU one of two bytes. positions, kv_index: [T] int32, as `qk_norm_rope_write` takes them. work, counts,
+    page_table: as `decode_attention` takes them. rotation: [positions, head_dim] float32, cosines and then sines of
+    each position; rows behind the last are rotated as it is. q_norm, k_norm: [head_dim], both or neither. head_dim: a
+    power of two. ValueError unless `can_fuse`.
 
     Writes the rows below counts[0] and zeros to the padding, tokens counts[2] .. T - 1. Fixed inside a graph: all
     addresses and shapes. Launches decode_items(T) x num_kv_heads programs.

@@ -19,6 +19,7 @@ from gpu_runner.kernels import linear, norm_rope
 from gpu_runner.kernels.attention_decode import decode_attention
 from gpu_runner.kernels.attention_fused import MAX_ROWS, can_fuse, fused_decode_attention
 from gpu_runner.kernels.attention_prefill import prefill_attention
+from gpu_runner.kernels.launch import on_gpu
 from gpu_runner.kernels.linear_config import (
     DotConfig,
     FmaConfig,
@@ -140,7 +141,9 @@ class CudaOps:
         _, _, num_kv_heads, _, head_dim = kv_layer.shape
         if not work.all_rows:
             rotation = self._rotations(inv_freq, table.shape[1] * PAGE_SIZE)
-            if not meta.prefill and tokens <= MAX_ROWS and can_fuse(num_heads, num_kv_heads, head_dim):
+            # On a GPU the fused kernel's products are the tensor cores', which take no float32.
+            fuses = x.dtype != torch.float32 or not on_gpu(x)
+            if fuses and not meta.prefill and tokens <= MAX_ROWS and can_fuse(num_heads, num_kv_heads, head_dim):
                 out = x.new_empty(tokens, num_heads, head_dim)
                 fused_decode_attention(
                     *(self.norm_linear(residual, linear), kv_layer, out, work),

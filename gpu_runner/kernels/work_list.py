@@ -65,7 +65,6 @@ class RangeCut:
 # hide how long their first keys take.
 _CUTS = (
     (2, RangeCut(2 * MULTIPROCESSORS, 128)),
-    (4, RangeCut(MULTIPROCESSORS, 256)),
     (16, RangeCut(MULTIPROCESSORS, 512)),
     (32, RangeCut(2 * MULTIPROCESSORS, 512)),
     (64, RangeCut(4 * MULTIPROCESSORS, 512)),
