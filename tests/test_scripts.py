@@ -22,10 +22,11 @@ from bench_kv_transfer import WAYS, CopyingEngine, measure_beside, measure_copie
 from bench_sampling import WAYS as SAMPLING_WAYS
 from bench_sampling import allow_all_but
 from bench_sampling import measure as measure_sampling
-from bench_step import ClosedLoop, Engine, measure_serving
+from bench_step import measure_serving
 from flags_page import flags, flags_page, subcommands
 from lanes.gaps import Gap, Interval, analyse, merged, overlaps, step_gaps
 from make_toy_tokenizer import toy_tokenizer
+from step_engine import ClosedLoop, Engine
 from torch.autograd import DeviceType
 
 from asyncengine.config import EngineConfig
