@@ -30,6 +30,8 @@ DATA = Path(__file__).parent / "data"
 """Folders with a config.json: shapes of models, for random weights."""
 WARM_STEPS = 20
 """Of rows that all decode, before the first that is measured."""
+SPARE_STEPS = 400
+"""So many more than they are asked for can rows decode: the first do while others prefill."""
 
 
 class HostTimes(NamedTuple):
@@ -105,13 +107,18 @@ def prompts(count: int, length: int, vocab_size: int) -> list[np.ndarray]:
 
 
 def start_rows(engine: Engine, batch: int, length: int, steps: int) -> float:
-    """Decodes until all rows do, from prompts of `length` tokens, and can for some hundred steps more than `steps`;
-    returns the mean context of the first such step."""
+    """Decodes until all rows do, from prompts of `length` tokens, and can for `SPARE_STEPS` more than `steps`; returns
+    the mean context of the first such step. Raises InvalidRequestError if that is more than the context holds,
+    SystemExit if the rows never all decode."""
     engine.reset()
     for rid, prompt in enumerate(prompts(batch, length, engine.executor.model_config.vocab_size)):
-        engine.add(rid, prompt, steps + 400)
+        engine.add(rid, prompt, steps + SPARE_STEPS)
     while (plan := engine.turn()) is None or plan.num_decode_rows < batch:
-        pass
+        if not engine.scheduler.has_work and not engine.in_flight:
+            raise SystemExit(
+                f"{batch} rows with prompts of {length} tokens never decode all at once: the first have ended, or the "
+                f"KV cache of {engine.scheduler.rows.usable_tokens} tokens is full, before the last begin"
+            )
     return mean_context(plan)
 
 

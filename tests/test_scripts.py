@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import gpu_summary
 import profile_gaps
 import pytest
+import step_engine
 from bench_kv_transfer import WAYS, CopyingEngine, measure_beside, measure_copies
 from bench_sampling import WAYS as SAMPLING_WAYS
 from bench_sampling import allow_all_but
@@ -26,7 +27,7 @@ from bench_step import measure_serving
 from flags_page import flags, flags_page, subcommands
 from lanes.gaps import Gap, Interval, analyse, merged, overlaps, step_gaps
 from make_toy_tokenizer import toy_tokenizer
-from step_engine import ClosedLoop, Engine
+from step_engine import ClosedLoop, Engine, end_rows, start_rows
 from torch.autograd import DeviceType
 
 from asyncengine.config import EngineConfig
@@ -195,6 +196,19 @@ def test_a_closed_loop_replaces_each_request_that_ends(tiny_model: Path) -> None
     row = measure_serving(engine, 4, 8, 12)
     assert row["tokens_per_s"] * row["ms"] / 1e3 == pytest.approx(tokens / 59, abs=0.5)
     assert 0 < row["share_with_prompts"] * 8 <= row["prompt_tokens_per_step"]
+    engine.executor.close()
+
+
+def test_rows_that_never_decode_all_at_once_are_told(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_engine, "SPARE_STEPS", 5)
+    config = EngineConfig(
+        device="cpu", load_format="dummy", max_num_seqs=4, max_num_batched_tokens=16, kv_cache_tokens=512
+    )
+    engine = Engine(tiny_model, config)
+    with pytest.raises(SystemExit, match="4 rows with prompts of 60 tokens never decode all at once"):
+        start_rows(engine, 4, 60, 1)
+    assert start_rows(engine, 4, 12, 1) == 14.5
+    end_rows(engine, 4)
     engine.executor.close()
 
 
