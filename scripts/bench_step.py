@@ -10,7 +10,8 @@ run in the loop's order, two steps in flight, so a step's time is what a stream 
     context   tokens that a row attends to, on average over rows and steps
     floor     bytes that must move (weights once, each row's keys and values) at 4.5 TB/s
     host us   time per step outside waiting for the device, and of its parts: plan, launch (packing included), commit
-    mixed     median time of full steps in which rows decode beside a prompt's chunk
+    longer    one batch again with 4 times the context, or as long a one as fits; left out where that is hardly longer
+    mixed     median time of full steps in which rows decode beside a prompt's chunk; left out where there are none
     serving   a closed loop: so many requests run at all times, each followed by another one when it ends, so that rows
               end and prompts come with nearly every step; mean time of a step
 """
@@ -26,7 +27,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from step_engine import DATA, WARM_STEPS, ClosedLoop, Engine, HostTimes, end_rows, mean_context, prompts, start_rows
+from step_engine import (
+    DATA,
+    SPARE_STEPS,
+    WARM_STEPS,
+    ClosedLoop,
+    Engine,
+    HostTimes,
+    end_rows,
+    mean_context,
+    prompts,
+    start_rows,
+)
 
 from asyncengine.config import PAGE_SIZE, EngineConfig
 from gpu_runner.device.executor import Executor
@@ -83,11 +95,31 @@ def measure_decode(engine: Engine, batch: int, context: int, steps: int) -> dict
     }
 
 
-def measure_mixed(engine: Engine, batch: int, context: int) -> dict[str, Any]:
+def longest_context(max_model_len: int, steps: int) -> int:
+    """Most tokens of context with which `measure_decode` has room for its steps; 0 if there is none for so many."""
+    longest_prompt = max_model_len - SPARE_STEPS - steps
+    return longest_prompt + WARM_STEPS + steps // 2 if longest_prompt > 0 else 0
+
+
+def choose_longer(executor: Executor, batches: list[int], context: int, steps: int) -> tuple[int, int] | None:
+    """A batch and its context: `LONGER` times `context`, or what leaves room for the steps and takes half of the KV
+    cache at most. None if that is less than `context` and the steps, as rows of the same lengths tell nothing new."""
+    batches = [batch for batch in batches if batch <= executor.max_step_tokens // 2]  # prompts need the rest
+    if not batches:
+        return None
+    room = executor.num_pages * PAGE_SIZE // 2
+    longer = min(LONGER * context, longest_context(executor.max_model_len, steps), room // min(batches))
+    if longer < context + steps:
+        return None
+    return max(batch for batch in batches if batch * longer <= room), longer
+
+
+def measure_mixed(engine: Engine, batch: int, context: int) -> dict[str, Any] | None:
     """Full steps of one prompt's chunks beside `batch` rows that decode. On average over the steps: tokens of context
-    that the rows attend to, and pairs of a prefill token and one that it attends to."""
+    that the rows attend to, and pairs of a prefill token and one that it attends to. None if no step was such a one:
+    the longest prompt is shorter than a step, or found no room beside the rows."""
     length = min(MIXED_CHUNKS * engine.executor.max_step_tokens, engine.executor.max_model_len - 1)
-    start_rows(engine, batch, max(1, context - WARM_STEPS), WARM_STEPS)
+    start_rows(engine, batch, max(1, context - WARM_STEPS), 0)
     engine.add(batch, prompts(1, length, engine.executor.model_config.vocab_size)[0], 1)
     times, contexts, pairs = [], [], []
     last = time.perf_counter()
@@ -101,6 +133,8 @@ def measure_mixed(engine: Engine, batch: int, context: int) -> dict[str, Any]:
             pairs.append(attended_pairs(start, chunk))
         last = now
     end_rows(engine, batch)
+    if not times:
+        return None
     return {
         "batch": batch,
         "context_tokens": float(np.mean(contexts)),
@@ -159,7 +193,7 @@ def bench(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     config = EngineConfig(
         load_format="dummy",
         device=args.device,
-        max_num_seqs=max(batches),
+        max_num_seqs=max(2, *batches),  # a row beside a prompt
         max_model_len=args.max_model_len,
         max_num_batched_tokens=args.max_num_batched_tokens,
         kv_cache_tokens=args.kv_cache_tokens,
@@ -196,13 +230,22 @@ def bench(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         )
     executor = engine.executor
     step_tokens = executor.max_step_tokens
-    room = executor.num_pages * PAGE_SIZE // (2 * LONGER * args.context)
-    batch = max(batch for batch in batches if batch <= min(room, step_tokens // 2))
-    longer = measure_decode(engine, batch, LONGER * args.context, args.steps)
-    mixed = measure_mixed(engine, min(batch, config.max_num_seqs - 1), args.context)
-    print(f"decode  {batch:>3} x {longer['context']:<5.0f} of context {longer['ms']:>8.3f} ms/step")
-    chunk = step_tokens - mixed["batch"]
-    print(f"mixed   {mixed['batch']:>3} rows + a chunk of {chunk:<5} {mixed['ms']:>8.3f} ms/step")
+    longer = None
+    rows_beside = min(config.max_num_seqs - 1, step_tokens // 2)
+    if chosen := choose_longer(executor, batches, args.context, args.steps):
+        batch, context = chosen
+        longer = measure_decode(engine, batch, context, args.steps)
+        print(f"decode  {batch:>3} x {longer['context']:<5.0f} of context {longer['ms']:>8.3f} ms/step")
+        rows_beside = min(rows_beside, batch)
+    else:
+        print("decode  no context that fits is longer")
+        rows_beside = min(rows_beside, max(1, executor.num_pages * PAGE_SIZE // (2 * args.context)))
+    mixed = measure_mixed(engine, rows_beside, args.context)
+    if mixed:
+        chunk = step_tokens - mixed["batch"]
+        print(f"mixed   {mixed['batch']:>3} rows + a chunk of {chunk:<5} {mixed['ms']:>8.3f} ms/step")
+    else:
+        print(f"mixed   no full step had {rows_beside} rows beside a chunk")
     serving = []
     prompt_tokens, answer_tokens = args.serving
     for streams in [batch for batch in batches if batch >= SERVING_STREAMS]:
@@ -259,6 +302,12 @@ def main() -> None:
     parser.add_argument("--batch-invariant", action="store_true", help="in that mode, whose cost the difference is")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    longest = longest_context(args.max_model_len, args.steps)
+    if not 1 <= args.context <= longest:
+        parser.error(
+            f"--context {args.context} is not from 1 to {longest}, what --max-model-len {args.max_model_len} has room "
+            f"for with --steps {args.steps}"
+        )
     results = []
     for model in args.models:
         results.append(bench(model, args))
