@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from bench_step import DATA, Engine, measure_decode
+from bench_step import measure_decode
+from step_engine import DATA, Engine
 
 from asyncengine.config import EngineConfig
 from gpu_runner.device.executor import Executor

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_step import DATA, WARM_STEPS, Engine, end_rows, prompts
+from step_engine import DATA, WARM_STEPS, Engine, end_rows, prompts
 
 from asyncengine.config import EngineConfig
 from asyncengine.sampling import SamplingParams, Structured

@@ -10,7 +10,8 @@ run in the loop's order, two steps in flight, so a step's time is what a stream 
     context   tokens that a row attends to, on average over rows and steps
     floor     bytes that must move (weights once, each row's keys and values) at 4.5 TB/s
     host us   time per step outside waiting for the device, and of its parts: plan, launch (packing included), commit
-    mixed     median time of full steps in which rows decode beside a prompt's chunk
+    longer    one batch again with 4 times the context, or as long a one as fits; left out where that is hardly longer
+    mixed     median time of full steps in which rows decode beside a prompt's chunk; left out where there are none
     serving   a closed loop: so many requests run at all times, each followed by another one when it ends, so that rows
               end and prompts come with nearly every step; mean time of a step
 """
@@ -21,24 +22,29 @@ import argparse
 import gc
 import json
 import time
-from collections import deque
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
+from step_engine import (
+    DATA,
+    SPARE_STEPS,
+    WARM_STEPS,
+    ClosedLoop,
+    Engine,
+    HostTimes,
+    end_rows,
+    mean_context,
+    prompts,
+    start_rows,
+)
 
 from asyncengine.config import PAGE_SIZE, EngineConfig
-from asyncengine.sampling import SamplingParams
-from gpu_runner.device.build import build_executor
 from gpu_runner.device.executor import Executor
-from gpu_runner.schedule.plan import StepPlan
-from gpu_runner.schedule.scheduler import Scheduler, num_slots_for
 from gpu_runner.schedule.step_time import attended_pairs
 
-DATA = Path(__file__).parent / "data"
 MEMORY_BYTES_PER_S = 4.5e12
-WARM_STEPS = 20
 MIXED_CHUNKS = 5
 DEFAULT_SERVING = "110+276"
 """The means of ShareGPT's conversations."""
@@ -46,78 +52,6 @@ SERVING_STREAMS = 64
 """From as many on requests are served in a closed loop too."""
 LONGER = 4
 """So many times the context, at which one batch is measured again: what the context alone costs."""
-
-
-class HostTimes(NamedTuple):
-    """Seconds of one turn by what the host did; waiting for the device is none of it."""
-
-    plan: float
-    launch: float
-    commit: float
-
-
-class Engine:
-    """Scheduler and executor of one model; `turn` is one round of the GPU loop."""
-
-    def __init__(self, model: Path, config: EngineConfig, *, graphs: bool = True) -> None:
-        """graphs: as of `build_executor`."""
-        started = time.perf_counter()
-        phases: dict[str, float] = {}
-
-        def progress(phase: str, done: int, total: int) -> None:
-            phases.setdefault(phase, time.perf_counter() - started)
-
-        self.config = config
-        self.executor: Executor = build_executor(
-            config, str(model), progress, num_slots=num_slots_for(config.max_num_seqs), graphs=graphs
-        )
-        print(f"ready after {time.perf_counter() - started:.1f} s; phases began at", end=" ")
-        print(", ".join(f"{name} {at:.1f} s" for name, at in phases.items()), flush=True)
-        self.reset()
-
-    def reset(self) -> None:
-        self.scheduler = Scheduler(
-            num_pages=self.executor.num_pages,
-            max_model_len=self.executor.max_model_len,
-            max_num_seqs=self.config.max_num_seqs,
-            max_num_batched_tokens=self.executor.max_step_tokens,
-            enable_prefix_caching=False,
-        )
-        self.in_flight: deque[StepPlan] = deque()
-        self.host_s = HostTimes(0.0, 0.0, 0.0)
-
-    def add(self, rid: int, prompt: np.ndarray, max_tokens: int, *, temperature: float = 0.0, **sampling: Any) -> None:
-        """sampling: as of `SamplingParams`."""
-        params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, **sampling)
-        self.scheduler.add(rid=rid, prompt=prompt, params=params, max_tokens=max_tokens)
-
-    def turn(self) -> StepPlan | None:
-        """Plan and launch a step, then collect the one before; returns the collected step's plan."""
-        begin = time.perf_counter()
-        plan = self.scheduler.plan()
-        planned = time.perf_counter()
-        if plan is not None:
-            self.executor.launch(plan)
-            self.in_flight.append(plan)
-        launched = time.perf_counter()
-        self.host_s = HostTimes(planned - begin, launched - planned, 0.0)
-        if not self.in_flight or (plan is not None and len(self.in_flight) < 2):
-            return None
-        collected = self.in_flight.popleft()
-        result = self.executor.collect()
-        begin = time.perf_counter()
-        self.scheduler.commit(collected, result)
-        self.host_s = self.host_s._replace(commit=time.perf_counter() - begin)
-        return collected
-
-    def drain(self) -> None:
-        while self.scheduler.has_work or self.in_flight:
-            self.turn()
-
-
-def prompts(count: int, length: int, vocab_size: int) -> list[np.ndarray]:
-    rng = np.random.default_rng(0)
-    return [rng.integers(0, vocab_size, length, dtype=np.int32) for _ in range(count)]
 
 
 def measure_decode(engine: Engine, batch: int, context: int, steps: int) -> dict[str, Any]:
@@ -141,7 +75,7 @@ def measure_decode(engine: Engine, batch: int, context: int, steps: int) -> dict
             if seen > WARM_STEPS:
                 times.append(now - last)
                 host.append(engine.host_s)
-                contexts.append(_mean_context(plan))
+                contexts.append(mean_context(plan))
         last = now
     end_rows(engine, batch)
     executor = engine.executor
@@ -161,33 +95,31 @@ def measure_decode(engine: Engine, batch: int, context: int, steps: int) -> dict
     }
 
 
-def start_rows(engine: Engine, batch: int, length: int, steps: int) -> float:
-    """Decodes until all rows do, from prompts of `length` tokens, and can for some hundred steps more than `steps`;
-    returns the mean context of the first such step."""
-    engine.reset()
-    for rid, prompt in enumerate(prompts(batch, length, engine.executor.model_config.vocab_size)):
-        engine.add(rid, prompt, steps + 400)
-    while (plan := engine.turn()) is None or plan.num_decode_rows < batch:
-        pass
-    return _mean_context(plan)
+def longest_context(max_model_len: int, steps: int) -> int:
+    """Most tokens of context with which `measure_decode` has room for its steps; 0 if there is none for so many."""
+    longest_prompt = max_model_len - SPARE_STEPS - steps
+    return longest_prompt + WARM_STEPS + steps // 2 if longest_prompt > 0 else 0
 
 
-def end_rows(engine: Engine, batch: int) -> None:
-    for rid in range(batch):
-        engine.scheduler.abort(rid)
-    engine.drain()
+def choose_longer(executor: Executor, batches: list[int], context: int, steps: int) -> tuple[int, int] | None:
+    """A batch and its context: `LONGER` times `context`, or what leaves room for the steps and takes half of the KV
+    cache at most. None if that is less than `context` and the steps, as rows of the same lengths tell nothing new."""
+    batches = [batch for batch in batches if batch <= executor.max_step_tokens // 2]  # prompts need the rest
+    if not batches:
+        return None
+    room = executor.num_pages * PAGE_SIZE // 2
+    longer = min(LONGER * context, longest_context(executor.max_model_len, steps), room // min(batches))
+    if longer < context + steps:
+        return None
+    return max(batch for batch in batches if batch * longer <= room), longer
 
 
-def _mean_context(plan: StepPlan) -> float:
-    """Of a step of decode rows: tokens that each attends to, its own included."""
-    return float(plan.row_start.mean()) + 1.0
-
-
-def measure_mixed(engine: Engine, batch: int, context: int) -> dict[str, Any]:
+def measure_mixed(engine: Engine, batch: int, context: int) -> dict[str, Any] | None:
     """Full steps of one prompt's chunks beside `batch` rows that decode. On average over the steps: tokens of context
-    that the rows attend to, and pairs of a prefill token and one that it attends to."""
+    that the rows attend to, and pairs of a prefill token and one that it attends to. None if no step was such a one:
+    the longest prompt is shorter than a step, or found no room beside the rows."""
     length = min(MIXED_CHUNKS * engine.executor.max_step_tokens, engine.executor.max_model_len - 1)
-    start_rows(engine, batch, max(1, context - WARM_STEPS), WARM_STEPS)
+    start_rows(engine, batch, max(1, context - WARM_STEPS), 0)
     engine.add(batch, prompts(1, length, engine.executor.model_config.vocab_size)[0], 1)
     times, contexts, pairs = [], [], []
     last = time.perf_counter()
@@ -201,6 +133,8 @@ def measure_mixed(engine: Engine, batch: int, context: int) -> dict[str, Any]:
             pairs.append(attended_pairs(start, chunk))
         last = now
     end_rows(engine, batch)
+    if not times:
+        return None
     return {
         "batch": batch,
         "context_tokens": float(np.mean(contexts)),
@@ -208,44 +142,6 @@ def measure_mixed(engine: Engine, batch: int, context: int) -> dict[str, Any]:
         "steps": len(times),
         "ms": 1e3 * float(np.median(times)),
     }
-
-
-class ClosedLoop:
-    """So many requests at all times: whenever one ends, the next comes. Their ends are spread evenly from the start."""
-
-    def __init__(self, engine: Engine, streams: int, prompt_tokens: int, answer_tokens: int) -> None:
-        engine.reset()
-        self.engine = engine
-        self._prompts = prompts(streams, prompt_tokens, engine.executor.model_config.vocab_size)
-        self._answer_tokens = answer_tokens
-        self._open: set[int] = set()
-        self._added = 0
-        for index in range(streams):
-            self._add(1 + answer_tokens * (index + 1) // streams)
-
-    def _add(self, max_tokens: int) -> None:
-        self.engine.add(self._added, self._prompts[self._added % len(self._prompts)], max_tokens)
-        self._open.add(self._added)
-        self._added += 1
-
-    def turn(self) -> StepPlan | None:
-        plan = self.engine.turn()
-        scheduler = self.engine.scheduler
-        if scheduler.num_running + len(scheduler.queue) < len(self._open):
-            for rid in self._open - scheduler.rids():
-                self._open.remove(rid)
-                self._add(self._answer_tokens)
-        return plan
-
-    def warm_up(self) -> None:
-        """Until all requests that were there at first have ended."""
-        while min(self._open) < len(self._open):
-            self.turn()
-
-    def end(self) -> None:
-        for rid in self._open:
-            self.engine.scheduler.abort(rid)
-        self.engine.drain()
 
 
 def measure_serving(engine: Engine, streams: int, prompt_tokens: int, answer_tokens: int) -> dict[str, Any]:
@@ -275,8 +171,6 @@ def measure_serving(engine: Engine, streams: int, prompt_tokens: int, answer_tok
 
 
 def _dtype(executor: Executor) -> Any:
-    import torch
-
     return getattr(torch, executor.info.dtype)
 
 
@@ -299,7 +193,7 @@ def bench(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     config = EngineConfig(
         load_format="dummy",
         device=args.device,
-        max_num_seqs=max(batches),
+        max_num_seqs=max(2, *batches),  # a row beside a prompt
         max_model_len=args.max_model_len,
         max_num_batched_tokens=args.max_num_batched_tokens,
         kv_cache_tokens=args.kv_cache_tokens,
@@ -336,13 +230,22 @@ def bench(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         )
     executor = engine.executor
     step_tokens = executor.max_step_tokens
-    room = executor.num_pages * PAGE_SIZE // (2 * LONGER * args.context)
-    batch = max(batch for batch in batches if batch <= min(room, step_tokens // 2))
-    longer = measure_decode(engine, batch, LONGER * args.context, args.steps)
-    mixed = measure_mixed(engine, min(batch, config.max_num_seqs - 1), args.context)
-    print(f"decode  {batch:>3} x {longer['context']:<5.0f} of context {longer['ms']:>8.3f} ms/step")
-    chunk = step_tokens - mixed["batch"]
-    print(f"mixed   {mixed['batch']:>3} rows + a chunk of {chunk:<5} {mixed['ms']:>8.3f} ms/step")
+    longer = None
+    rows_beside = min(config.max_num_seqs - 1, step_tokens // 2)
+    if chosen := choose_longer(executor, batches, args.context, args.steps):
+        batch, context = chosen
+        longer = measure_decode(engine, batch, context, args.steps)
+        print(f"decode  {batch:>3} x {longer['context']:<5.0f} of context {longer['ms']:>8.3f} ms/step")
+        rows_beside = min(rows_beside, batch)
+    else:
+        print("decode  no context that fits is longer")
+        rows_beside = min(rows_beside, max(1, executor.num_pages * PAGE_SIZE // (2 * args.context)))
+    mixed = measure_mixed(engine, rows_beside, args.context)
+    if mixed:
+        chunk = step_tokens - mixed["batch"]
+        print(f"mixed   {mixed['batch']:>3} rows + a chunk of {chunk:<5} {mixed['ms']:>8.3f} ms/step")
+    else:
+        print(f"mixed   no full step had {rows_beside} rows beside a chunk")
     serving = []
     prompt_tokens, answer_tokens = args.serving
     for streams in [batch for batch in batches if batch >= SERVING_STREAMS]:
@@ -399,6 +302,12 @@ def main() -> None:
     parser.add_argument("--batch-invariant", action="store_true", help="in that mode, whose cost the difference is")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    longest = longest_context(args.max_model_len, args.steps)
+    if not 1 <= args.context <= longest:
+        parser.error(
+            f"--context {args.context} is not from 1 to {longest}, what --max-model-len {args.max_model_len} has room "
+            f"for with --steps {args.steps}"
+        )
     results = []
     for model in args.models:
         results.append(bench(model, args))

@@ -141,24 +141,33 @@ def errors(figures: dict[str, Any], coefficients: Coefficients) -> list[dict[str
 
 
 def with_bench_step(figures: dict[str, Any], result: dict[str, Any], source: str) -> dict[str, Any]:
-    """The figures, with those that a run of `bench_step.py` measured for the model in their place."""
+    """The figures, with those that a run of `bench_step.py` measured for the model in their place; of steps with both
+    rows and a chunk those that were there, if it left them out."""
     runs = [row for row in result["prefill"] if row["count"] > 1]
     single = [row for row in result["prefill"] if row["count"] == 1]
     decode = [{key: row[key] for key in ("batch", "context", "ms")} for row in result["decode"]]
     host = [{"rows": row["batch"], "us": row["host_us"]} for row in result["decode"]]
     prefill = [{key: row[key] for key in ("count", "length", "tokens_per_s")} for row in runs]
-    return figures | {
+    measured: dict[str, Any] = {
         "decode": {"source": source, "ms": decode},
         "prefill": {"source": source, "step_tokens": result["step_tokens"], "runs": prefill},
         "first_token": {"source": source, "ms": [{"prompt": row["length"], "ms": row["first_ms"]} for row in single]},
         "host": {"source": source, "us": host},
-        "mixed": {"source": source, "point": "not seen"} | result["mixed"],
     }
+    if result["mixed"] is not None:
+        measured["mixed"] = {"source": source, "point": "not seen"} | result["mixed"]
+    return figures | measured
 
 
 def new_file(result: dict[str, Any], source: str) -> dict[str, Any]:
     """All that a file has before the fit, from `bench_step.py` alone. What a decode step's context costs is told by one
-    batch at two contexts, and what a row costs that samples by steps that have both rows and a prompt's chunk."""
+    batch at two contexts, and what a row costs that samples by steps that have both rows and a prompt's chunk. Raises
+    SystemExit if the run left either out."""
+    if left_out := [name for name in ("longer", "mixed") if result[name] is None]:
+        raise SystemExit(
+            f"{source}: no file can be made of {result['model']}, for which it left out {' and '.join(left_out)}; run "
+            "bench_step.py with a shorter --context, a longer --max-model-len or more --kv-cache-tokens"
+        )
     batch, mixed_rows = result["longer"]["batch"], result["mixed"]["batch"]
     short = next(row for row in result["decode"] if row["batch"] == batch)
     attention = [

@@ -29,18 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_step import (
-    DATA,
-    WARM_STEPS,
-    ClosedLoop,
-    Engine,
-    end_rows,
-    measure_decode,
-    measure_serving,
-    request_sizes,
-    start_rows,
-)
+from bench_step import measure_decode, measure_serving, request_sizes
 from lanes.gaps import Interval, Report, analyse
+from step_engine import DATA, WARM_STEPS, ClosedLoop, Engine, end_rows, start_rows
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 

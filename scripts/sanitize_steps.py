@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_step import Engine
+from step_engine import Engine
 
 from asyncengine.config import EngineConfig
 

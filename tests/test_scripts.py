@@ -14,21 +14,25 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import bench_step
 import gpu_summary
 import profile_gaps
 import pytest
+import step_engine
 from bench_kv_transfer import WAYS, CopyingEngine, measure_beside, measure_copies
 from bench_sampling import WAYS as SAMPLING_WAYS
 from bench_sampling import allow_all_but
 from bench_sampling import measure as measure_sampling
-from bench_step import ClosedLoop, Engine, measure_serving
+from bench_step import choose_longer, longest_context, measure_serving
 from flags_page import flags, flags_page, subcommands
 from lanes.gaps import Gap, Interval, analyse, merged, overlaps, step_gaps
 from make_toy_tokenizer import toy_tokenizer
+from step_engine import ClosedLoop, Engine, end_rows, start_rows
 from torch.autograd import DeviceType
 
-from asyncengine.config import EngineConfig
+from asyncengine.config import PAGE_SIZE, EngineConfig
 from detokenizer_proc.vocabulary import Vocabulary
 
 GPU_CHECK = Path(__file__).parents[1] / "scripts" / "gpu_check.sh"
@@ -194,6 +198,72 @@ def test_a_closed_loop_replaces_each_request_that_ends(tiny_model: Path) -> None
     row = measure_serving(engine, 4, 8, 12)
     assert row["tokens_per_s"] * row["ms"] / 1e3 == pytest.approx(tokens / 59, abs=0.5)
     assert 0 < row["share_with_prompts"] * 8 <= row["prompt_tokens_per_step"]
+    engine.executor.close()
+
+
+def test_steps_are_timed_again_with_as_much_more_context_as_fits(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_step, "WARM_STEPS", 2)
+    sizes = "--batches 2 --steps 4 --prefill 1x8 --max-num-batched-tokens 16 --max-model-len 464 --kv-cache-tokens 1024"
+
+    def run(context: int) -> dict[str, Any]:
+        out = tiny_model / "out.json"
+        flags = f"--device cpu {sizes} --context {context}".split()
+        monkeypatch.setattr(sys, "argv", ["bench_step.py", str(tiny_model), *flags, "--json", str(out)])
+        bench_step.main()
+        [result] = json.loads(out.read_text())
+        return dict(result)
+
+    longest = longest_context(464, steps=4)
+    assert longest == 464 - 400 - 4 + 2 + 2, "a row is that long when half of its steps are measured"
+    result = run(40)
+    # prompts are of whole tokens, and the second row is a step behind the first
+    assert result["decode"][0]["context"] == pytest.approx(40, abs=0.5)
+    assert result["longer"]["context"] == pytest.approx(longest, abs=0.5)
+    assert run(longest)["longer"] is None
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        run(longest + 1)
+    output = capsys.readouterr()
+    assert "--context 65 is not from 1 to 64, what --max-model-len 464 has room for with --steps 4" in output.err
+    assert output.out == "", "no model has been loaded"
+
+
+def test_the_longer_context_leaves_half_of_the_cache_and_of_a_step_free(tiny_model: Path) -> None:
+    config = EngineConfig(
+        device="cpu",
+        load_format="dummy",
+        max_num_seqs=32,
+        max_num_batched_tokens=32,
+        max_model_len=1024,
+        kv_cache_tokens=4096 - PAGE_SIZE,
+    )
+    engine = Engine(tiny_model, config)
+    executor = engine.executor  # with the dummy page 4096 tokens
+
+    def choice(batches: list[int], context: int) -> tuple[int, int] | None:
+        return choose_longer(executor, batches, context, steps=20)
+
+    assert choice([1, 4, 32], 16) == (4, 64)
+    assert choice([1, 16, 32], 32) == (16, 128)
+    assert choice([1, 16, 32], 33) == (1, 132)
+    assert choice([16, 32], 33) == (16, 128), "less than four times, but it fits"
+    assert choice([16, 32], 109) is None, "19 tokens more, and 20 steps"
+    assert choice([32], 16) is None
+    executor.close()
+
+
+def test_rows_that_never_decode_all_at_once_are_told(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_engine, "SPARE_STEPS", 5)
+    config = EngineConfig(
+        device="cpu", load_format="dummy", max_num_seqs=4, max_num_batched_tokens=16, kv_cache_tokens=512
+    )
+    engine = Engine(tiny_model, config)
+    with pytest.raises(SystemExit, match="4 rows with prompts of 60 tokens never decode all at once"):
+        start_rows(engine, 4, 60, 1)
+    assert start_rows(engine, 4, 12, 1) == 14.5
+    end_rows(engine, 4)
     engine.executor.close()
 
 

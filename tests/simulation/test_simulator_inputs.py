@@ -207,6 +207,8 @@ def test_a_run_of_bench_step_takes_the_place_of_the_figures_of_its_model(tmp_pat
     assert (coefficients.host_rows, coefficients.host_us) == ((1, 64, 512), (51.0, 114.0, 562.0))
     measured = {row["what"]: row["error_percent"] for row in fit_step_model.errors(figures, coefficients)}
     assert {"decode, batch 64, context 128", "64 rows beside a chunk"} <= measured.keys()
+    again = fit_step_model.with_bench_step(figures, result | {"mixed": None}, "another")
+    assert (again["mixed"]["source"], again["decode"]["source"]) == ("a test", "another"), "what was left out stays"
 
 
 def test_a_file_is_made_of_a_run_of_bench_step_alone() -> None:
@@ -254,6 +256,8 @@ def test_a_file_is_made_of_a_run_of_bench_step_alone() -> None:
     assert max(abs(row["error_percent"]) for row in rows if row["point"] != "left out") < 5
     content["coefficients"] = msgspec.to_builtins(found)
     assert msgspec.convert(content, StepModelFile).kv_cache.tokens == 4096
+    with pytest.raises(SystemExit, match="a test: no file can be made of made-up, for which it left out longer; run"):
+        fit_step_model.new_file(result | {"longer": None}, "a test")
 
 
 # ---------------------------------------------------------------------------------------------------------- command
