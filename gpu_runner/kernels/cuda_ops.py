@@ -141,7 +141,8 @@ class CudaOps:
         _, _, num_kv_heads, _, head_dim = kv_layer.shape
         if not work.all_rows:
             rotation = self._rotations(inv_freq, table.shape[1] * PAGE_SIZE)
-            # On a GPU the fused kernel's products are the tensor cores', which take no float32.
+            # Behind float32 products, which are not the tensor cores', the scores' maximum is over an axis whose lanes
+            # are not next to each other: Triton 3.6 reduces over other lanes.
             fuses = x.dtype != torch.float32 or not on_gpu(x)
             if fuses and not meta.prefill and tokens <= MAX_ROWS and can_fuse(num_heads, num_kv_heads, head_dim):
                 out = x.new_empty(tokens, num_heads, head_dim)

@@ -211,10 +211,11 @@ def list_shape(work: WorkList | None, *, prefill: bool) -> dict[str, int]:
     """What the kernels that list are compiled for; `LISTS` is the number of programs that do. None: they do not."""
     if work is None:
         return dict.fromkeys(LIST_SHAPE, 0)
-    step = work.split_step
+    # Without ranges one kernel serves every cut.
+    target, step = (0, 0) if work.all_rows else (work.target_items, work.split_step)
     rows = min(ROW_BLOCK, max(32, triton.next_power_of_2(work.max_rows)))
     align = min(step, SPLIT_ALIGN)
     lists = 2 if prefill or work.all_rows else 1
-    shape = (work.window or 0, work.target_items, step, align, MAX_SPLITS, work.tile_tokens, rows, lists)
+    shape = (work.window or 0, target, step, align, MAX_SPLITS, work.tile_tokens, rows, lists)
     sizes = (ITEM_WORDS, TILE_WORDS, SORT_BLOCK, OTHERS_BLOCK, int(work.all_rows))
     return dict(zip(LIST_SHAPE, (*shape, *sizes), strict=True))
