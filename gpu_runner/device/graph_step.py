@@ -29,7 +29,9 @@ from asyncengine.config import PAGE_SIZE
 from gpu_runner.device.buffers import RING_DEPTH, PackedStep, RingSlot
 from gpu_runner.device.token_masks import TokenMasks
 from gpu_runner.kernels import norm_rope
+from gpu_runner.kernels.attention_fused import can_fuse
 from gpu_runner.kernels.cuda_ops import CudaMeta
+from gpu_runner.kernels.decode_way import choose_decode
 from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.head import HeadSampler
 from gpu_runner.kernels.head_config import choose_head
@@ -41,7 +43,7 @@ from gpu_runner.kernels.sample import Sampler
 from gpu_runner.kernels.sample_full import ONE_PART_TILING, TILING, FullSampling
 from gpu_runner.kernels.score_prompt import PromptScorer
 from gpu_runner.kernels.step_meta import new_step_meta, step_meta
-from gpu_runner.kernels.work_list import allocate_work_list, build_work_list, range_cut
+from gpu_runner.kernels.work_list import allocate_work_list, build_work_list
 from gpu_runner.models.config import ModelConfig
 from gpu_runner.models.decoder import Decoder
 from gpu_runner.schedule.buckets import bucket_for, token_buckets
@@ -88,6 +90,7 @@ class GraphStep:
         self._decoder = decoder
         self._graphs = graphs
         self._fuses_head = not invariant  # whose sums are others than those of logits in memory
+        self._fuses_attention = not invariant and can_fuse(kv_cache, model.num_heads)
         self._state = state
         self._token_buckets = token_buckets(max_step_tokens)
         self._row_buckets = token_buckets(max_rows)
@@ -241,8 +244,8 @@ class GraphStep:
     def _layers(self, num_tokens: int, *, prefill: bool) -> Tensor:
         """From the upload to the last residual of each token."""
         meta, page_table = self._meta, self._state.page_table
-        cut = range_cut(num_tokens, prefill=prefill)
-        lists = {window: work.recut(cut) for window, work in self._work.items()}
+        way = choose_decode(num_tokens, prefill=prefill, fuses=self._fuses_attention)
+        lists = {window: work.recut(way.cut) for window, work in self._work.items()}
         first, *others = lists.values()
         if prefill:
             fetch(self._host_ring, self._inputs, num_tokens=num_tokens)
@@ -264,7 +267,7 @@ class GraphStep:
                 page_table=page_table,
                 prefill=prefill,
             )
-        layers = CudaMeta(step=meta, work=lists, page_table=page_table, prefill=prefill)
+        layers = CudaMeta(step=meta, work=lists, page_table=page_table, prefill=prefill, fused_warps=way.fused_warps)
         residual = self._residual[:num_tokens] if prefill else None
         return self._decoder.forward(meta.token_ids[:num_tokens], layers, self.kv_cache, residual=residual)
 

@@ -31,19 +31,13 @@ from gpu_runner.kernels.attention_fused_parts import (
     query_operand,
 )
 from gpu_runner.kernels.attention_parts import LOG2_E, merge_partials
-from gpu_runner.kernels.launch import launch_options
+from gpu_runner.kernels.launch import launch_options, on_gpu
 from gpu_runner.kernels.work_list import ITEM_WORDS, MAX_SPLITS, WorkList
 
 MAX_GROUP = 8
 """Query heads of a KV head: the used rows of a tensor-core product."""
 MIN_HEAD_DIM = 32
 """Two halves of the 16 dimensions that a tensor-core product sums over."""
-LONE_ROWS, FEW_ROWS = 2, 16
-"""Up to the first there are multiprocessors for more ranges than rows would fill, up to the second each has about one
-program."""
-MAX_ROWS = 32
-"""From more on, keys and values that stream through shared memory hide more of each other's ways than registers do:
-`attention_decode` behind a kernel that rotates is faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +51,9 @@ class FusedTiling:
     num_warps: int
 
 
-def fused_tiling(rows: int, head_bytes: int) -> FusedTiling:
-    """Few rows: the whole of a usual range at once. More, or so few that their ranges are short: smaller programs, of
-    which two fit on a multiprocessor.
-
-    head_bytes: of a key. A tile's keys and values are in registers.
-    """
-    return FusedTiling(warp_keys=32 if head_bytes <= 256 else 16, num_warps=8 if LONE_ROWS < rows <= FEW_ROWS else 4)
+def fused_tiling(num_warps: int, head_bytes: int) -> FusedTiling:
+    """Of as many keys to a warp as registers hold, with their values. head_bytes: of a key."""
+    return FusedTiling(warp_keys=32 if head_bytes <= 256 else 16, num_warps=num_warps)
 
 
 def fused_decode_attention(
@@ -81,7 +71,7 @@ def fused_decode_attention(
     k_norm: Tensor | None,
     eps: float,
     scale: float,
-    tiling: FusedTiling | None = None,
+    tiling: FusedTiling,
 ) -> None:
     """Attention of a step that has decode rows only, into `out`; their keys and values into their pages.
 
@@ -102,12 +92,11 @@ def fused_decode_attention(
     num_tokens, num_heads, head_dim = out.shape
     _, _, num_kv_heads, page_size, _ = kv_layer.shape
     group = num_heads // num_kv_heads
-    if not can_fuse(num_heads, num_kv_heads, head_dim):
+    if not can_fuse(kv_layer, num_heads):
         raise ValueError(
-            f"{num_heads} query heads share {num_kv_heads} KV heads of {head_dim} dimensions; "
-            f"at most {MAX_GROUP} may share one, of at least {MIN_HEAD_DIM} dimensions"
+            f"{num_heads} query heads share {num_kv_heads} KV heads of {head_dim} dimensions in {kv_layer.dtype}; "
+            f"at most {MAX_GROUP} may share one, of at least {MIN_HEAD_DIM} dimensions, of two bytes on a GPU"
         )
-    tiling = tiling or fused_tiling(num_tokens, head_dim * qkv.element_size())
     run = min(8, head_dim // 8)
     _fused_kernel[(work.decode_items(num_tokens) * num_kv_heads,)](
         qkv,
@@ -149,9 +138,15 @@ def fused_decode_attention(
     )
 
 
-def can_fuse(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
-    """Whether `fused_decode_attention` takes such heads, however many rows there are."""
-    return num_heads <= MAX_GROUP * num_kv_heads and head_dim >= MIN_HEAD_DIM
+def can_fuse(kv: Tensor, num_heads: int) -> bool:
+    """Whether `fused_decode_attention` takes keys and values [..., num_kv_heads, page_size, head_dim].
+
+    Behind products of float32, which are not the tensor cores', the scores of a row may lie on lanes that are not next
+    to each other. Triton 3.6 then reduces over other lanes.
+    """
+    num_kv_heads, _, head_dim = kv.shape[-3:]
+    fits = num_heads <= MAX_GROUP * num_kv_heads and head_dim >= MIN_HEAD_DIM
+    return fits and (kv.element_size() == 2 or not on_gpu(kv))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_positions"])

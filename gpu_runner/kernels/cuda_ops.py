@@ -17,9 +17,8 @@ from torch import Tensor
 from asyncengine.config import PAGE_SIZE
 from gpu_runner.kernels import linear, norm_rope
 from gpu_runner.kernels.attention_decode import decode_attention
-from gpu_runner.kernels.attention_fused import MAX_ROWS, can_fuse, fused_decode_attention
+from gpu_runner.kernels.attention_fused import fused_decode_attention, fused_tiling
 from gpu_runner.kernels.attention_prefill import prefill_attention
-from gpu_runner.kernels.launch import on_gpu
 from gpu_runner.kernels.linear_config import (
     DotConfig,
     FmaConfig,
@@ -49,12 +48,14 @@ def _chosen_heads(x: Tensor, weight: Tensor, head_dim: int) -> TileConfig | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaMeta:
-    """A step as the layers see it. work: by sliding window. prefill: whether the step can have prefill rows."""
+    """A step as the layers see it. work: by sliding window. prefill: whether the step can have prefill rows.
+    fused_warps: as of `DecodeWay`, None with prefill."""
 
     step: StepMeta
     work: Mapping[int | None, WorkList]
     page_table: Tensor  # [num_slots, pages_per_seq] int32
     prefill: bool
+    fused_warps: int | None = None
 
 
 class CudaOps:
@@ -138,13 +139,10 @@ class CudaOps:
         positions, kv_index = meta.step.positions[:tokens], meta.step.kv_index[:tokens]
         work, counts, table = meta.work[window], meta.step.counts, meta.page_table
         norms: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps}
-        _, _, num_kv_heads, _, head_dim = kv_layer.shape
+        head_dim = kv_layer.shape[-1]
         if not work.all_rows:
             rotation = self._rotations(inv_freq, table.shape[1] * PAGE_SIZE)
-            # Behind float32 products, which are not the tensor cores', the scores' maximum is over an axis whose lanes
-            # are not next to each other: Triton 3.6 reduces over other lanes.
-            fuses = x.dtype != torch.float32 or not on_gpu(x)
-            if fuses and not meta.prefill and tokens <= MAX_ROWS and can_fuse(num_heads, num_kv_heads, head_dim):
+            if meta.fused_warps is not None:
                 out = x.new_empty(tokens, num_heads, head_dim)
                 fused_decode_attention(
                     *(self.norm_linear(residual, linear), kv_layer, out, work),
@@ -154,6 +152,7 @@ class CudaOps:
                     page_table=table,
                     rotation=rotation,
                     scale=scale,
+                    tiling=fused_tiling(meta.fused_warps, head_dim * x.element_size()),
                     **norms,
                 )
                 return out

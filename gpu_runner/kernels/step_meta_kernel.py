@@ -63,7 +63,7 @@ _BIAS_ID = tl.constexpr(offset_word("bias_id"))
 _BIAS_VALUE = tl.constexpr(offset_word("bias_value"))
 
 
-@triton.jit(do_not_specialize=["bucket", "programs", "ahead"])  # one kernel serves many graphs
+@triton.jit(do_not_specialize=["bucket", "programs", "ahead", "target", "step"])  # one kernel serves many graphs
 def step_meta_kernel(
     upload,
     next_upload,
@@ -109,9 +109,9 @@ def step_meta_kernel(
     programs,
     ahead,
     capacity,
+    target,
+    step,
     WINDOW: tl.constexpr,
-    TARGET: tl.constexpr,
-    STEP: tl.constexpr,
     ALIGN: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     TILE: tl.constexpr,
@@ -267,9 +267,8 @@ def step_meta_kernel(
         tl.debug_barrier()
         list_work(
             tl.program_id(0) - programs, num_decode_rows, num_rows, row_slot, row_start, row_len, row_token,
-            items, tiles, sort_keys, lengths, KV_CAPACITY,
-            WINDOW, TARGET, STEP, ALIGN, MAX_SPLITS, TILE, ITEM_WORDS, TILE_WORDS, ROWS, SORT, OTHERS, LISTS,
-            ALL_ROWS,
+            items, tiles, sort_keys, lengths, KV_CAPACITY, target, step,
+            WINDOW, ALIGN, MAX_SPLITS, TILE, ITEM_WORDS, TILE_WORDS, ROWS, SORT, OTHERS, LISTS, ALL_ROWS,
         )  # fmt: skip
 
 

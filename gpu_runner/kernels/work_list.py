@@ -7,7 +7,7 @@ prefill rows.
 Decode: the step's T_d decode rows see L keys in total. They are cut into ranges of about
     size = max(split_step, L / target, longest / MAX_SPLITS), rounded up to split_step,
 so that short steps fill the machine, ragged ones are balanced, and a step with rows enough is not cut at all; target
-and split_step depend on the step's tokens (`range_cut`). A row of v keys gets at most ceil(v / size) ranges. Hence
+and split_step depend on the step's tokens (`decode_way`). A row of v keys gets at most ceil(v / size) ranges. Hence
     items   <= sum(v / size + 1) <= target + T_d, and <= T_d * MAX_SPLITS,
     partial <= 2 * target: only rows with v > size are cut, and their ceil(v / size) <= 2 * v / size.
 They are listed by falling length, roughly: what is begun last is short, so that programs end at about the same time.
@@ -60,27 +60,12 @@ class RangeCut:
     split_step: int
 
 
-# Up to so many tokens, from the output of `scripts/bench_kernels/attention_layer.py`. While rows are few, as many
-# programs as run at once, one to four on a multiprocessor: any more would start when these have ended, with nothing to
-# hide how long their first keys take.
-_CUTS = (
-    (2, RangeCut(2 * MULTIPROCESSORS, 128)),
-    (16, RangeCut(MULTIPROCESSORS, 512)),
-    (32, RangeCut(2 * MULTIPROCESSORS, 512)),
-    (64, RangeCut(4 * MULTIPROCESSORS, 512)),
-)
 LARGE_CUT = RangeCut(8 * MULTIPROCESSORS, 512)
-"""Of all other steps; of no cut are there more programs."""
-
-
-def range_cut(num_tokens: int, *, prefill: bool) -> RangeCut:
-    """Of the decode rows in a step of `num_tokens` tokens, padding included. prefill: whether others may prefill."""
-    fitting = (cut for tokens, cut in _CUTS if num_tokens <= tokens)
-    return LARGE_CUT if prefill else next(fitting, LARGE_CUT)
+"""Of steps of many tokens; no other cut has more programs."""
 
 
 LIST_SHAPE = (
-    *("WINDOW", "TARGET", "STEP", "ALIGN", "MAX_SPLITS", "TILE", "ROWS", "LISTS"),
+    *("target", "step", "WINDOW", "ALIGN", "MAX_SPLITS", "TILE", "ROWS", "LISTS"),
     *("ITEM_WORDS", "TILE_WORDS", "SORT", "OTHERS", "ALL_ROWS"),
 )
 
@@ -211,11 +196,9 @@ def list_shape(work: WorkList | None, *, prefill: bool) -> dict[str, int]:
     """What the kernels that list are compiled for; `LISTS` is the number of programs that do. None: they do not."""
     if work is None:
         return dict.fromkeys(LIST_SHAPE, 0)
-    # Without ranges one kernel serves every cut.
-    target, step = (0, 0) if work.all_rows else (work.target_items, work.split_step)
     rows = min(ROW_BLOCK, max(32, triton.next_power_of_2(work.max_rows)))
-    align = min(step, SPLIT_ALIGN)
+    align = min(work.split_step, SPLIT_ALIGN)
     lists = 2 if prefill or work.all_rows else 1
-    shape = (work.window or 0, target, step, align, MAX_SPLITS, work.tile_tokens, rows, lists)
+    shape = (work.target_items, work.split_step, work.window or 0, align, MAX_SPLITS, work.tile_tokens, rows, lists)
     sizes = (ITEM_WORDS, TILE_WORDS, SORT_BLOCK, OTHERS_BLOCK, int(work.all_rows))
     return dict(zip(LIST_SHAPE, (*shape, *sizes), strict=True))

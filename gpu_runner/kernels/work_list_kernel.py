@@ -13,7 +13,7 @@ RANKS = 4
 _RANKS = tl.constexpr(RANKS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["target", "step"])  # one kernel serves all cuts
 def build_kernel(
     counts,
     row_slot,
@@ -25,9 +25,9 @@ def build_kernel(
     sort_keys,
     lengths,
     kv_capacity,
+    target,
+    step,
     WINDOW: tl.constexpr,
-    TARGET: tl.constexpr,
-    STEP: tl.constexpr,
     ALIGN: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     TILE: tl.constexpr,
@@ -44,25 +44,25 @@ def build_kernel(
         tl.extra.cuda.gdc_wait()
     list_work(
         tl.program_id(0), tl.load(counts), tl.load(counts + 1), row_slot, row_start, row_len, row_token,
-        items, tiles, sort_keys, lengths, kv_capacity,
-        WINDOW, TARGET, STEP, ALIGN, MAX_SPLITS, TILE, ITEM_WORDS, TILE_WORDS, ROWS, SORT, OTHERS, LISTS, ALL_ROWS,
+        items, tiles, sort_keys, lengths, kv_capacity, target, step,
+        WINDOW, ALIGN, MAX_SPLITS, TILE, ITEM_WORDS, TILE_WORDS, ROWS, SORT, OTHERS, LISTS, ALL_ROWS,
     )  # fmt: skip
 
 
 @triton.jit
 def list_work(
     part, num_decode_rows, num_rows, row_slot, row_start, row_len, row_token,
-    items, tiles, sort_keys, lengths, kv_capacity,
-    WINDOW: tl.constexpr, TARGET: tl.constexpr, STEP: tl.constexpr, ALIGN: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    TILE: tl.constexpr, ITEM_WORDS: tl.constexpr, TILE_WORDS: tl.constexpr,
+    items, tiles, sort_keys, lengths, kv_capacity, target, step,
+    WINDOW: tl.constexpr, ALIGN: tl.constexpr, MAX_SPLITS: tl.constexpr, TILE: tl.constexpr,
+    ITEM_WORDS: tl.constexpr, TILE_WORDS: tl.constexpr,
     ROWS: tl.constexpr, SORT: tl.constexpr, OTHERS: tl.constexpr, LISTS: tl.constexpr, ALL_ROWS: tl.constexpr,
 ):  # fmt: skip
     """List number `part` of `LISTS`, by one program."""
     if part == 0:
         if ALL_ROWS == 0:
             _list_decode(
-                num_decode_rows, row_slot, row_start, items, lengths, kv_capacity,
-                WINDOW, TARGET, STEP, ALIGN, MAX_SPLITS, ITEM_WORDS, ROWS,
+                num_decode_rows, row_slot, row_start, items, lengths, kv_capacity, target, step,
+                WINDOW, ALIGN, MAX_SPLITS, ITEM_WORDS, ROWS,
             )  # fmt: skip
     elif LISTS > 1:
         first_row = num_decode_rows
@@ -90,9 +90,8 @@ def _visible(row, exists, row_start, kv_capacity, WINDOW: tl.constexpr, ALIGN: t
 
 @triton.jit
 def _list_decode(
-    num_rows, row_slot, row_start, items, lengths, kv_capacity,
-    WINDOW: tl.constexpr, TARGET: tl.constexpr, STEP: tl.constexpr, ALIGN: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    ITEM_WORDS: tl.constexpr, ROWS: tl.constexpr,
+    num_rows, row_slot, row_start, items, lengths, kv_capacity, target, step,
+    WINDOW: tl.constexpr, ALIGN: tl.constexpr, MAX_SPLITS: tl.constexpr, ITEM_WORDS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     place = tl.arange(0, ROWS)
     keys = 0
@@ -101,8 +100,8 @@ def _list_decode(
         _, begin, end = _visible(block + place, block + place < num_rows, row_start, kv_capacity, WINDOW, ALIGN)
         keys += tl.sum(end - begin)
         longest = tl.maximum(longest, tl.max(end - begin))
-    size = tl.maximum(tl.maximum(tl.cdiv(keys, TARGET), tl.cdiv(longest, MAX_SPLITS)), STEP)
-    size = tl.cdiv(size, STEP) * STEP
+    size = tl.maximum(tl.maximum(tl.cdiv(keys, target), tl.cdiv(longest, MAX_SPLITS)), step)
+    size = tl.cdiv(size, step) * step
 
     rank = tl.arange(0, _RANKS)[None, :]
     counts = tl.zeros((1, _RANKS), tl.int32)

@@ -16,10 +16,11 @@ from attention import FLOPS_PER_US, Case, Shape, Step
 from bench_device import BYTES_PER_US, DEVICE, DTYPE, SMOKE
 from torch import Tensor
 
+from gpu_runner.kernels.attention_fused import can_fuse
 from gpu_runner.kernels.cuda_ops import CudaMeta, CudaOps
+from gpu_runner.kernels.decode_way import choose_decode
 from gpu_runner.kernels.residual import NormedLinear, Residual
 from gpu_runner.kernels.step_meta import new_step_meta
-from gpu_runner.kernels.work_list import RangeCut, range_cut
 
 CONTEXT, CHUNK, PREFILL_TOKENS = (20, 48, 64) if SMOKE else (256, 512, linear_ways.PREFILL_TOKENS)
 EPS = 1e-6
@@ -39,11 +40,14 @@ class ChainAttention:
     def __init__(self, shape: Shape, tokens: int, *, layers: int, norms_heads: bool) -> None:
         self._step = step = Step(shape, case_of(tokens), layers=layers)
         prefill = tokens >= PREFILL_TOKENS
-        work = step.work(RangeCut(2, 512) if SMOKE else range_cut(tokens, prefill=prefill))
+        way = choose_decode(tokens, prefill=prefill, fuses=can_fuse(step.kv, shape.heads))
+        work = step.work(way.cut)
         step.build(work)
         meta = new_step_meta(max_rows=len(step.starts), max_tokens=tokens, device=DEVICE)
         meta = replace(meta, counts=step.counts, positions=step.positions, kv_index=step.kv_index)
-        self._meta = CudaMeta(step=meta, work={None: work}, page_table=step.page_table, prefill=prefill)
+        self._meta = CudaMeta(
+            step=meta, work={None: work}, page_table=step.page_table, prefill=prefill, fused_warps=way.fused_warps
+        )
         half = torch.arange(0, shape.head_dim, 2, device=DEVICE) / shape.head_dim
         gains = 1 + torch.randn(2, shape.head_dim, dtype=DTYPE, device=DEVICE) / 8
         q_norm, k_norm = gains if norms_heads else (None, None)

@@ -11,8 +11,9 @@ from support.attention_step import PAGE, exact_attention, make_step
 from torch import Tensor
 
 from gpu_runner.kernels import reference
-from gpu_runner.kernels.attention_fused import FusedTiling, fused_decode_attention
-from gpu_runner.kernels.work_list import RangeCut, WorkList, allocate_work_list, range_cut
+from gpu_runner.kernels.attention_fused import FusedTiling, can_fuse, fused_decode_attention, fused_tiling
+from gpu_runner.kernels.decode_way import choose_decode
+from gpu_runner.kernels.work_list import RangeCut, WorkList, allocate_work_list
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -96,8 +97,11 @@ class Case:
         fused_decode_attention(
             self.qkv, self.step.kv_layer, out, self.work, positions=self.positions, kv_index=self.kv_index,
             counts=self.step.counts, page_table=self.step.page_table, rotation=self.rotation, q_norm=self.norms[0],
-            k_norm=self.norms[1], eps=EPS, scale=self.scale, tiling=tiling, **options,
+            k_norm=self.norms[1], eps=EPS, scale=self.scale, tiling=tiling or self.tiling(8), **options,
         )  # fmt: skip
+
+    def tiling(self, num_warps: int) -> FusedTiling:
+        return fused_tiling(num_warps, self.step.q.shape[2] * self.qkv.element_size())
 
     def run(self, tiling: FusedTiling | None = None) -> Tensor:
         out = torch.full_like(self.step.q, POISON)
@@ -203,6 +207,12 @@ def test_heads_that_do_not_fit_a_tensor_core_product_are_refused(heads: int, hea
         case.run()
 
 
+def test_a_gpus_kernel_takes_no_float32() -> None:
+    keys = torch.empty(4, 8, 16, 128, device="meta", dtype=torch.bfloat16)
+    assert can_fuse(keys, 16)
+    assert not can_fuse(keys.float(), 16)
+
+
 LONGEST = 3000 if ON_GPU else 150
 
 
@@ -216,9 +226,11 @@ def test_rows_are_right_as_steps_cut_and_tile_them(heads: int, kv_heads: int, he
     generator = torch.Generator().manual_seed(rows)
     lens = torch.randint(LONGEST // 2, LONGEST + 1, (rows,), generator=generator).tolist()
     case = Case(lens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, max_rows=32, target_programs=132 * 8)
-    case.work = case.work.recut(range_cut(rows, prefill=False))
+    way = choose_decode(rows, prefill=False, fuses=True)
+    assert way.fused_warps is not None
+    case.work = case.work.recut(way.cut)
     case.build(case.work)
-    case.check()
+    case.check(case.tiling(way.fused_warps))
 
 
 @pytest.mark.gpu

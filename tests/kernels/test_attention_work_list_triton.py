@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
 from torch import Tensor
 
+from gpu_runner.kernels.decode_way import DecodeWay, choose_decode
 from gpu_runner.kernels.work_list import (
     LARGE_CUT,
     MAX_SPLITS,
@@ -15,7 +16,6 @@ from gpu_runner.kernels.work_list import (
     WorkList,
     allocate_work_list,
     build_work_list,
-    range_cut,
 )
 from gpu_runner.kernels.work_list_kernel import RANKS
 
@@ -129,8 +129,8 @@ def test_the_buffers_of_the_largest_cut_hold_every_other(kv_heads: int) -> None:
         device=torch.device("meta"),
     )  # fmt: skip
     for tokens in range(1, 601):
-        for prefill in (False, True):
-            cut = range_cut(tokens, prefill=prefill)
+        for prefill, fuses in product((False, True), repeat=2):
+            cut = choose_decode(tokens, prefill=prefill, fuses=fuses).cut
             work = largest.recut(cut)
             assert cut.programs <= LARGE_CUT.programs
             assert work.items is largest.items
@@ -139,10 +139,17 @@ def test_the_buffers_of_the_largest_cut_hold_every_other(kv_heads: int) -> None:
             assert work.split_step == cut.split_step
 
 
-def test_few_rows_are_cut_into_as_many_programs_as_run_at_once() -> None:
-    programs = [range_cut(tokens, prefill=False).programs // 132 for tokens in (1, 2, 4, 16, 32, 64, 80)]
-    assert programs == [2, 2, 1, 1, 2, 4, 8]
-    assert range_cut(1, prefill=True) == LARGE_CUT
+@pytest.mark.parametrize(
+    ("fuses", "programs", "warps"),
+    [(True, [2, 2, 1, 1, 2, 4, 8], [4, 4, 8, 8, 4, None, None]), (False, [4, 4, 4, 4, 4, 4, 8], [None] * 7)],
+)
+def test_few_rows_are_cut_into_as_many_programs_as_run_at_once(
+    fuses: bool, programs: list[int], warps: list[int | None]
+) -> None:
+    ways = [choose_decode(tokens, prefill=False, fuses=fuses) for tokens in (1, 2, 3, 16, 32, 64, 80)]
+    assert [way.cut.programs // 132 for way in ways] == programs
+    assert [way.fused_warps for way in ways] == warps
+    assert choose_decode(1, prefill=True, fuses=fuses) == DecodeWay(LARGE_CUT)
 
 
 def test_an_empty_step_has_no_work() -> None:
