@@ -204,6 +204,12 @@ def bench(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     gc.collect()
     gc.freeze()
     gc.disable()
+    room = (engine.executor.num_pages - 1) * PAGE_SIZE
+    fitting = [batch for batch in batches if batch * (args.context + args.steps) <= room]
+    if len(fitting) < len(batches):
+        left_out = ", ".join(str(batch) for batch in batches if batch not in fitting)
+        print(f"left out: batches of {left_out}, whose rows would not fit the KV cache of {room} tokens at once")
+    batches = fitting
     rows = []
     print(f"{'batch':>6} {'context':>8} {'ms/step':>8} {'p99':>8} {'floor':>7} {'x floor':>7} {'tok/s':>8}", end="")
     print(f" {'host us':>8} {'plan us':>8} {'launch us':>9} {'commit us':>9}")
