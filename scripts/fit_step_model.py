@@ -1,6 +1,6 @@
 """Fits the coefficients of step models to the figures that their files hold, and writes both back.
 
-    python scripts/fit_step_model.py scripts/step_models/*.json [--bench-step out.json]
+    python scripts/fit_step_model.py scripts/step_models/h200-qwen3-0.6b.json ... [--bench-step out.json]
 
 --bench-step: what `bench_step.py --json` wrote; its decode steps, prefill, host times and size of the KV cache take the
 place of those in the files of its models. A file that is not there yet is made of it alone, if it is of one model.
