@@ -1,14 +1,15 @@
 """Fits the coefficients of step models to the figures that their files hold, and writes both back.
 
-    python scripts/fit_step_model.py scripts/step_models/*.json [--bench-step out.json]
+    python scripts/fit_step_model.py scripts/step_models/h200-qwen3-0.6b.json ... [--bench-step out.json]
 
---bench-step: what `bench_step.py --json` wrote; its decode steps, prefill and host times take the place of those in the
-files. A file that is not there yet is made of it alone, if it is of one model.
+--bench-step: what `bench_step.py --json` wrote; its decode steps, prefill, host times and size of the KV cache take the
+place of those in the files of its models. A file that is not there yet is made of it alone, if it is of one model.
 
-Each coefficient comes of figures that show it alone: decode attention of a layer (the slope over the tokens it reads),
-head and choice of tokens (the slope over rows), prefill of long and short prompts in steps of one size (the pairs). The
-base at each measured batch is what is left of the step, so the model meets those points by construction; what it is
-worth between them is told by leaving each out. `errors` has all of it, measured beside modelled.
+Each coefficient comes of figures that show it alone: decode steps of one batch at two contexts, or decode attention of
+a layer (the slope over the tokens it reads), head and choice of tokens (the slope over rows), prefill of long and short
+prompts in steps of one size (the pairs). The base at each measured batch is what is left of the step, so the model
+meets those points by construction; what it is worth between them is told by leaving each out. `errors` has all of it,
+measured beside modelled. Nothing is fitted to what `bench_step.py` measured while it served: see `compare_serving.py`.
 
 Where a file has figures of steps while it served (`served`: means over steps of a kind, and how many of them had which
 bucket), the bases and what decode rows and chunks cost together are those nearest to these and to the other figures;
@@ -32,8 +33,7 @@ SURE, UNSURE, MOST_STEPS = 30.0, 4.0, 400
 
 def fit(figures: dict[str, Any]) -> Coefficients:
     """figures: as in the files, all times in us or ms as their names say."""
-    layers = figures["layers"]
-    context_us = layers * _slope([(row["context_tokens"], row["us"]) for row in figures["attention"]["us_per_layer"]])
+    context_us = _context_us(figures)
     row_us = _slope([(row["rows"], row["us"]) for row in figures["head"]["us"]])
     decode = figures["decode"]
     batches = [row["batch"] for row in decode["ms"]]
@@ -106,23 +106,18 @@ def errors(figures: dict[str, Any], coefficients: Coefficients) -> list[dict[str
         batch, context = row["batch"], row["batch"] * row["context"]
         ns = model.time_ns(tokens=batch, sampled=batch, context=context, pairs=0)
         how = "near" if served else "fitted"
-        rows.append(_error(f"decode, batch {batch}, context {row['context']}", how, row["ms"], ns / 1e6))
+        rows.append(_error(f"decode, batch {batch}, context {row['context']:.0f}", how, row["ms"], ns / 1e6))
         if not served and 0 < place < len(c.base_tokens) - 1:
             others = [i for i in range(len(c.base_tokens)) if i != place]
             base = along(batch, [c.base_tokens[i] for i in others], [c.base_us[i] for i in others])
             us = base + batch * (c.sampled_row_us + c.decode_context_us * row["context"])
-            rows.append(_error(f"decode, batch {batch}, context {row['context']}", "left out", row["ms"], us / 1e3))
+            rows.append(_error(f"decode, batch {batch}, context {row['context']:.0f}", "left out", row["ms"], us / 1e3))
     step_tokens = figures["prefill"]["step_tokens"]
     for row in figures["prefill"]["runs"]:
         measured, count, steps, pairs = _prefill_run(row, step_tokens)
         us = steps * c.base_us[-1] + count * c.sampled_row_us + pairs * c.prefill_pair_us
         rows.append(_error(f"prefill, {count} x {row['length']}", "fitted", measured / 1e3, us / 1e3))
-    attention = figures["attention"]["us_per_layer"]
-    per_layer = c.decode_context_us / figures["layers"]
-    constant = float(np.mean([row["us"] - per_layer * row["context_tokens"] for row in attention]))
-    for row in attention:
-        us = constant + per_layer * row["context_tokens"]
-        rows.append(_error(f"decode attention, one layer, batch {row['batch']}", "fitted", row["us"] / 1e3, us / 1e3))
+    rows += _context_errors(figures, model)
     if mixed := figures.get("mixed"):
         us = 1e-3 * model.time_ns(
             tokens=step_tokens,
@@ -140,47 +135,73 @@ def errors(figures: dict[str, Any], coefficients: Coefficients) -> list[dict[str
     return rows
 
 
+def _context_us(figures: dict[str, Any]) -> float:
+    """What a token costs that a decode row attends to."""
+    if longer := figures.get("longer"):
+        batch = longer["batch"]
+        short = next(row for row in figures["decode"]["ms"] if row["batch"] == batch)
+        return _slope([(batch * row["context"], 1e3 * row["ms"]) for row in (short, longer)])
+    points = [(row["context_tokens"], row["us"]) for row in figures["attention"]["us_per_layer"]]
+    return float(figures["layers"]) * _slope(points)
+
+
+def _context_errors(figures: dict[str, Any], model: StepModel) -> list[dict[str, Any]]:
+    """Of what `_context_us` is fitted to."""
+    if longer := figures.get("longer"):
+        batch = longer["batch"]
+        ns = model.time_ns(tokens=batch, sampled=batch, context=batch * longer["context"], pairs=0)
+        return [_error(f"decode, batch {batch}, context {longer['context']:.0f}", "fitted", longer["ms"], ns / 1e6)]
+    attention = figures["attention"]["us_per_layer"]
+    per_layer = _context_us(figures) / figures["layers"]
+    constant = float(np.mean([row["us"] - per_layer * row["context_tokens"] for row in attention]))
+    return [
+        _error(
+            f"decode attention, one layer, batch {row['batch']}",
+            "fitted",
+            row["us"] / 1e3,
+            (constant + per_layer * row["context_tokens"]) / 1e3,
+        )
+        for row in attention
+    ]
+
+
 def with_bench_step(figures: dict[str, Any], result: dict[str, Any], source: str) -> dict[str, Any]:
     """The figures, with those that a run of `bench_step.py` measured for the model in their place; of steps with both
-    rows and a chunk those that were there, if it left them out."""
+    rows and a chunk those that were there, if it left them out. Raises SystemExit if it left out the longer context."""
+    _refuse_without(result, ["longer"], source)
     runs = [row for row in result["prefill"] if row["count"] > 1]
     single = [row for row in result["prefill"] if row["count"] == 1]
-    decode = [{key: row[key] for key in ("batch", "context", "ms")} for row in result["decode"]]
+    decode, longer = [_timed(row) for row in result["decode"]], _timed(result["longer"])
     host = [{"rows": row["batch"], "us": row["host_us"]} for row in result["decode"]]
     prefill = [{key: row[key] for key in ("count", "length", "tokens_per_s")} for row in runs]
     measured: dict[str, Any] = {
         "decode": {"source": source, "ms": decode},
+        "longer": {"source": source} | longer,
         "prefill": {"source": source, "step_tokens": result["step_tokens"], "runs": prefill},
         "first_token": {"source": source, "ms": [{"prompt": row["length"], "ms": row["first_ms"]} for row in single]},
         "host": {"source": source, "us": host},
+        "serving": {"source": source, "ms": result["serving"]},
     }
     if result["mixed"] is not None:
         measured["mixed"] = {"source": source, "point": "not seen"} | result["mixed"]
-    return figures | measured
+    return {name: own for name, own in figures.items() if name not in ("layers", "attention")} | measured
+
+
+def _refuse_without(result: dict[str, Any], wanted: list[str], source: str) -> None:
+    if left_out := [name for name in wanted if result[name] is None]:
+        raise SystemExit(
+            f"{source}: no model can be made of {result['model']}, for which it left out {' and '.join(left_out)}; run "
+            "bench_step.py with a shorter --context, a longer --max-model-len or more --kv-cache-tokens"
+        )
 
 
 def new_file(result: dict[str, Any], source: str) -> dict[str, Any]:
-    """All that a file has before the fit, from `bench_step.py` alone. What a decode step's context costs is told by one
-    batch at two contexts, and what a row costs that samples by steps that have both rows and a prompt's chunk. Raises
-    SystemExit if the run left either out."""
-    if left_out := [name for name in ("longer", "mixed") if result[name] is None]:
-        raise SystemExit(
-            f"{source}: no file can be made of {result['model']}, for which it left out {' and '.join(left_out)}; run "
-            "bench_step.py with a shorter --context, a longer --max-model-len or more --kv-cache-tokens"
-        )
-    batch, mixed_rows = result["longer"]["batch"], result["mixed"]["batch"]
-    short = next(row for row in result["decode"] if row["batch"] == batch)
-    attention = [
-        {"batch": batch, "context_tokens": batch * row["context"], "us": 1e3 * row["ms"]}
-        for row in (short, result["longer"])
-    ]
-    nothing = {"rows": 0, "us": 0.0}
-    figures: dict[str, Any] = {
-        "layers": 1,  # times are of all together
-        "attention": {"source": source, "us_per_layer": attention},
-        "head": {"source": source, "us": [nothing, {"rows": mixed_rows, "us": 0.0}]},
-    }
-    figures = with_bench_step(figures, result, source)
+    """All that a file has before the fit, from `bench_step.py` alone. What a row costs that samples is told by steps
+    that have both rows and a prompt's chunk. Raises SystemExit if the run left those out, or the longer context."""
+    _refuse_without(result, ["longer", "mixed"], source)
+    nothing, mixed_rows = {"rows": 0, "us": 0.0}, result["mixed"]["batch"]
+    head = {"source": source, "us": [nothing, {"rows": mixed_rows, "us": 0.0}]}
+    figures = with_bench_step({"head": head}, result, source)
     mixed = figures["mixed"] | {"point": "fitted"}
     without = StepModel(fit(figures)).time_ns(
         tokens=result["step_tokens"], sampled=0, context=mixed["context_tokens"], pairs=mixed["pairs"]
@@ -190,13 +211,25 @@ def new_file(result: dict[str, Any], source: str) -> dict[str, Any]:
         "gpu": result["device"],
         "model": result["model"],
         "max_model_len": result["max_model_len"],
-        "kv_cache": {
-            "tokens": result["kv_cache_tokens"],
-            "bytes_per_token": result["kv_bytes_per_token"],
-            "source": source,
-        },
+        "kv_cache": _kv_cache(result, source),
         "figures": figures | {"mixed": mixed},
     }
+
+
+def _source(result: dict[str, Any], path: Path) -> str:
+    return f"bench_step.py on {result['device']}, {path.name}"
+
+
+def _kv_cache(result: dict[str, Any], source: str) -> dict[str, Any]:
+    return {
+        "tokens": result["kv_cache_tokens"],
+        "bytes_per_token": result["kv_bytes_per_token"],
+        "source": source,
+    }
+
+
+def _timed(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: row[key] for key in ("batch", "context", "ms")}
 
 
 def _prefill_run(row: dict[str, Any], step_tokens: int) -> tuple[float, int, int, int]:
@@ -228,15 +261,16 @@ def main() -> None:
     parser.add_argument("--bench-step", type=Path, help="JSON that bench_step.py wrote")
     args = parser.parse_args()
     benched = json.loads(args.bench_step.read_text()) if args.bench_step else []
-    source = f"bench_step.py, {args.bench_step and args.bench_step.name}"
     for path in args.files:
         if path.exists():
             content = json.loads(path.read_text())
             for result in benched:
                 if result["model"] == content["model"]:
+                    source = _source(result, args.bench_step)
+                    content["kv_cache"] = _kv_cache(result, source)
                     content["figures"] = with_bench_step(content["figures"], result, source)
         elif len(benched) == 1:
-            content = new_file(benched[0], source)
+            content = new_file(benched[0], _source(benched[0], args.bench_step))
         else:
             raise SystemExit(f"{path} is not there, and can be made only of --bench-step of one model")
         coefficients = fit(content["figures"])

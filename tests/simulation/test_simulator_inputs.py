@@ -200,15 +200,19 @@ def test_a_run_of_bench_step_takes_the_place_of_the_figures_of_its_model(tmp_pat
         for count, length in ((1, 2000), (64, 512), (16, 2048))
     ]
     mixed = {"batch": 64, "context_tokens": 8192.0, "pairs": 2e6, "steps": 5, "ms": 50.0}
-    result = {"model": name, "step_tokens": 2048, "decode": decode, "prefill": prefill, "mixed": mixed}
+    longer = decode[-1] | {"context": 1128, "ms": decode[-1]["ms"] + 0.01 * 512}
+    result = {"model": name, "step_tokens": 2048, "decode": decode, "longer": longer, "prefill": prefill}
+    result |= {"mixed": mixed, "serving": []}
     figures = fit_step_model.with_bench_step(json.loads(path.read_text())["figures"], result, "a test")
     coefficients = fit_step_model.fit(figures)
     assert coefficients.base_tokens == (1, 64, 512, 2048)
+    assert coefficients.decode_context_us == 0.01
     assert (coefficients.host_rows, coefficients.host_us) == ((1, 64, 512), (51.0, 114.0, 562.0))
     measured = {row["what"]: row["error_percent"] for row in fit_step_model.errors(figures, coefficients)}
     assert {"decode, batch 64, context 128", "64 rows beside a chunk"} <= measured.keys()
     again = fit_step_model.with_bench_step(figures, result | {"mixed": None}, "another")
     assert (again["mixed"]["source"], again["decode"]["source"]) == ("a test", "another"), "what was left out stays"
+    assert measured["decode, batch 512, context 1128"] == 0.0
 
 
 def test_a_file_is_made_of_a_run_of_bench_step_alone() -> None:
@@ -245,6 +249,7 @@ def test_a_file_is_made_of_a_run_of_bench_step_alone() -> None:
         "longer": decode(64, 64),
         "prefill": [prefill(1, 256), prefill(4, 512), prefill(16, 256)],
         "mixed": {"batch": 63, "context_tokens": 2000.0, "pairs": 100_000.0, "steps": 5, "ms": ns / 1e6},
+        "serving": [],
     }
     content = fit_step_model.new_file(result, "a test")
     found = fit_step_model.fit(content["figures"])
@@ -256,7 +261,7 @@ def test_a_file_is_made_of_a_run_of_bench_step_alone() -> None:
     assert max(abs(row["error_percent"]) for row in rows if row["point"] != "left out") < 5
     content["coefficients"] = msgspec.to_builtins(found)
     assert msgspec.convert(content, StepModelFile).kv_cache.tokens == 4096
-    with pytest.raises(SystemExit, match="a test: no file can be made of made-up, for which it left out longer; run"):
+    with pytest.raises(SystemExit, match="a test: no model can be made of made-up, for which it left out longer; run"):
         fit_step_model.new_file(result | {"longer": None}, "a test")
 
 
