@@ -29,7 +29,7 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPE, TOLERANCE = (torch.bfloat16, 1e-2) if ON_GPU else (torch.float32, 1e-5)
 LAYERS = 3
 
-FMA = FmaConfig(rows=4, block_k=64, depth=1, num_warps=1)
+FMA = FmaConfig(rows=32, block_k=64, depth=1, num_warps=1)
 DOT = DotConfig(rows=16, block_k=32, stages=2, num_warps=2)
 SPLIT = DotConfig(rows=64, block_k=16, stages=2, num_warps=4, split_k=2, weight_first=True)
 TILE = TileConfig(tokens=16, rows=32, block_k=32, stages=2, num_warps=4, group=2)

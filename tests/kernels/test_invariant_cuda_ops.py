@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.attention_step import AttentionStep, exact_attention, make_step
 from support.random_model import write_config
-from support.without_gpu import run_without_gpu
+from support.without_gpu import WithoutGpu
 from torch import Tensor
 
 from gpu_runner.kernels.attention_prefill import prefill_attention
@@ -168,8 +168,8 @@ def test_an_overshoot_row_behind_its_last_page_reads_none_but_its_own() -> None:
 # -------------------------------------------------------------------------------------------------- a model's kernels
 
 
-def test_all_numbers_of_tokens_and_rows_are_computed_by_the_same_kernels(tmp_path: Path) -> None:
-    kernels = Counter(run_without_gpu(write_config(tmp_path), "--batch-invariant"))
+def test_all_numbers_of_tokens_and_rows_are_computed_by_the_same_kernels(compiler: WithoutGpu, tmp_path: Path) -> None:
+    kernels = Counter(compiler(write_config(tmp_path), "--batch-invariant"))
     weights = 5  # of a layer, and the head
     assert kernels["linear_tile_kernel"] == weights
     once = ("_rms_norm_kernel", "_qk_norm_rope_write_kernel", "_prefill_kernel", "parts_kernel")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.without_gpu import run_without_gpu
+from support.without_gpu import WithoutGpu, without_gpu
 
 from gpu_runner.kernels.linear_config import DotConfig, choose, choose_heads
 from gpu_runner.schedule.buckets import token_buckets
@@ -33,7 +33,8 @@ CONFIG = {
 
 def test_a_start_compiles_every_kernel_and_the_next_one_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    done = run_without_gpu(tmp_path, cache=tmp_path / "cache")
+    with without_gpu(cache=tmp_path / "cache") as ask:
+        done = ask(tmp_path)
     (kernels, compiled, known), again = done["results"]
     # What was compiled lies where a launch of the same kernel looks for it, and on disk.
     assert kernels == compiled == known > 20
@@ -43,17 +44,21 @@ def test_a_start_compiles_every_kernel_and_the_next_one_none(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("windows", [{}, {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 3}])
-def test_the_rehearsal_finds_the_kernels_of_every_layer(tmp_path: Path, windows: dict[str, Any]) -> None:
+def test_the_rehearsal_finds_the_kernels_of_every_layer(
+    compiler: WithoutGpu, tmp_path: Path, windows: dict[str, Any]
+) -> None:
     # Every linear layer has a shape of its own.
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | windows | {"intermediate_size": 192}))
-    of_all_layers, rehearsed = run_without_gpu(tmp_path, "--every-layer")
+    of_all_layers, rehearsed = compiler(tmp_path, "--every-layer")
     assert set(of_all_layers) == set(rehearsed)
 
 
-def test_steps_of_many_tokens_have_no_kernel_between_the_product_and_its_heads(tmp_path: Path) -> None:
+def test_steps_of_many_tokens_have_no_kernel_between_the_product_and_its_heads(
+    compiler: WithoutGpu, tmp_path: Path
+) -> None:
     wide = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | wide))
-    names = run_without_gpu(tmp_path, "--names", "512")
+    names = compiler(tmp_path, "--names", "512")
     taken = {
         (config, isinstance(choose(tokens, 4096, 1024), DotConfig))  # whether the norm is folded
         for tokens in token_buckets(512)
@@ -62,8 +67,8 @@ def test_steps_of_many_tokens_have_no_kernel_between_the_product_and_its_heads(t
     assert names.count("linear_heads_kernel") == len(taken) > 0
 
 
-def test_long_steps_have_a_prefill_kernel_of_their_own(tmp_path: Path) -> None:
+def test_long_steps_have_a_prefill_kernel_of_their_own(compiler: WithoutGpu, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_attention_heads": 16, "num_key_value_heads": 16}))
-    names = run_without_gpu(tmp_path, "--names", "4096")
+    names = compiler(tmp_path, "--names", "4096")
     # 4096 tokens of 16 KV heads are 512 tasks, 128 queries each.
     assert names.count("_prefill_kernel") == 2

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.random_model import write_config
-from support.without_gpu import run_without_gpu
+from support.without_gpu import WithoutGpu
 
 WRITERS = {"_fetch_kernel", "step_meta_kernel", "build_kernel"}
 """Of positions, page table, lists and counts."""
@@ -35,10 +35,10 @@ WIDE = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 1
     ids=["small", "windows", "heads in the product", "a group too large to fuse"],
 )
 def test_between_writers_and_early_readers_stands_a_kernel_that_triggers_behind_its_wait(
-    tmp_path: Path, fields: dict[str, Any], readers: set[str]
+    compiler: WithoutGpu, tmp_path: Path, fields: dict[str, Any], readers: set[str]
 ) -> None:
     found = set()
-    for graph in run_without_gpu(write_config(tmp_path, **fields), "--order", "512"):
+    for graph in compiler(write_config(tmp_path, **fields), "--order", "512"):
         may_still_run = False  # a writer, when the next kernel starts
         for place, (kernel, triggers_behind_wait) in enumerate(graph):
             if kernel in ALWAYS | {FUSED, HEADS}:

@@ -1,10 +1,11 @@
-"""Compiles a tiny model's kernels for a GPU that is not there, and prints as JSON what was done.
+"""Compiles a tiny model's kernels for a GPU that is not there, and prints as JSON what was done: a line for each of
+its input, which is one of these lists as JSON.
 
-    python -m support.compile_without_gpu MODEL_FOLDER
-    python -m support.compile_without_gpu MODEL_FOLDER --names TOKENS
-    python -m support.compile_without_gpu MODEL_FOLDER --batch-invariant
-    python -m support.compile_without_gpu MODEL_FOLDER --every-layer
-    python -m support.compile_without_gpu MODEL_FOLDER --order TOKENS
+    [MODEL_FOLDER]
+    [MODEL_FOLDER, "--names", TOKENS]
+    [MODEL_FOLDER, "--batch-invariant"]
+    [MODEL_FOLDER, "--every-layer"]
+    [MODEL_FOLDER, "--order", TOKENS]
 
 With an option nothing is compiled. What is printed is the name of each kernel that an engine of 64 rows and steps of up
 to TOKENS tokens would have, or a batch-invariant one; or of each that an engine would have if it rehearsed every layer
@@ -107,17 +108,13 @@ def list_launches(build: build_gpu.GpuBuild) -> list[list[tuple[str, bool]]]:
     return graphs
 
 
-def main() -> None:
-    hopper = Hopper()
-    driver.set_active(hopper)
-    model, *options = sys.argv[1:]
+def done(hopper: Hopper, model: str, *options: str) -> Any:
     config = EngineConfig(
         load_format="dummy", max_num_seqs=1, max_num_batched_tokens=16, kv_cache_tokens=KV_CACHE_TOKENS
     )
-    if options == ["--every-layer"]:
+    if options == ("--every-layer",):
         build = made_up_build(model, config)
-        print(json.dumps([list_kernels(lambda: rehearse_every_layer(build)), list_kernels(build._rehearse)]))
-        return
+        return [list_kernels(lambda: rehearse_every_layer(build)), list_kernels(build._rehearse)]
     if options:
         tokens = int(options[1]) if options[0] in ("--names", "--order") else 512
         config = msgspec.structs.replace(
@@ -125,22 +122,27 @@ def main() -> None:
             max_num_seqs=64,
             max_num_batched_tokens=tokens,
             kv_cache_tokens=2 * tokens,
-            batch_invariant=options == ["--batch-invariant"],
+            batch_invariant=options == ("--batch-invariant",),
         )
         build = made_up_build(model, config)
         if options[0] == "--order":
-            print(json.dumps(list_launches(build)))
-        else:
-            print(json.dumps([kernel.split()[0] for kernel in list_kernels(build._rehearse)]))
-        return
+            return list_launches(build)
+        return [kernel.split()[0] for kernel in list_kernels(build._rehearse)]
     build = made_up_build(model, config)
     results, progress = [], []
     for _ in range(2):
         with KernelCompiler(build._rehearse, threads=2) as compiler:
-            done = compiler.wait(lambda *now: progress.append(now))
+            compiled = compiler.wait(lambda *now: progress.append(now))
         known = sum(key in function.device_caches[0][0] for (*_, key), (function, _) in compiler._found.items())
-        results.append((done.kernels, done.compiled, known))
-    print(json.dumps({"results": results, "launchers": hopper.launchers, "progress": progress}))
+        results.append((compiled.kernels, compiled.compiled, known))
+    return {"results": results, "launchers": hopper.launchers, "progress": progress}
+
+
+def main() -> None:
+    hopper = Hopper()
+    driver.set_active(hopper)
+    for line in sys.stdin:
+        print(json.dumps(done(hopper, *json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":
