@@ -17,6 +17,8 @@ from support.triton_interpreter import use_interpreter
 
 # Set before any test imports torch or a hub client, and inherited by the processes that tests start.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Hundreds of processes import this project: only the first of them should have to compile it.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 os.environ.setdefault("OMP_NUM_THREADS", str(max(1, min(2, len(os.sched_getaffinity(0)) // _WORKERS))))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
