@@ -3,14 +3,16 @@ its input, which is one of these lists as JSON.
 
     [MODEL_FOLDER]
     [MODEL_FOLDER, "--names", TOKENS]
+    [MODEL_FOLDER, "--layouts", TOKENS, KERNEL, ...]
     [MODEL_FOLDER, "--batch-invariant"]
     [MODEL_FOLDER, "--every-layer"]
     [MODEL_FOLDER, "--order", TOKENS]
 
-With an option nothing is compiled. What is printed is the name of each kernel that an engine of 64 rows and steps of up
-to TOKENS tokens would have, or a batch-invariant one; or of each that an engine would have if it rehearsed every layer
-of the model, and of each that it has. --order: of each of such an engine's graphs, every launch in order, a kernel's
-name and whether it lets the next one start behind its own wait only.
+With an option nothing is compiled to its end. What is printed is the name of each kernel that an engine of 64 rows and
+steps of up to TOKENS tokens would have, or a batch-invariant one; or of each that an engine would have if it rehearsed
+every layer of the model, and of each that it has. --layouts: beside each name, of the kernels named, what Triton has
+compiled when every tensor has its layout, and else null. --order: of each of such an engine's graphs, every launch in
+order, a kernel's name and whether it lets the next one start behind its own wait only.
 
 A process of its own: the tests' one runs Triton's interpreter instead of its compiler.
 """
@@ -19,12 +21,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
 import msgspec
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
@@ -72,11 +75,47 @@ def made_up_build(model: str, config: EngineConfig) -> build_gpu.GpuBuild:
         )
 
 
-def list_kernels(rehearse: Callable[[], None]) -> list[str]:
-    """With what each is compiled for."""
+def find_kernels(rehearse: Callable[[], None]) -> dict[tuple[str, str, str], tuple[Any, str]]:
+    """As `KernelCompiler` keeps them."""
     with patch.object(KernelCompiler, "_compile"), KernelCompiler(rehearse, threads=1) as compiler:
         compiler.wait(lambda done, total: None)
-    return [f"{name} {key}" for _, name, key in compiler._found]
+    return compiler._found
+
+
+def list_kernels(rehearse: Callable[[], None]) -> list[str]:
+    """With what each is compiled for."""
+    return [f"{name} {key}" for _, name, key in find_kernels(rehearse)]
+
+
+class Stopped(Exception):
+    """A compilation was; with what it had made."""
+
+
+def stop_behind_layouts(backend: Any = None, stages: Any = None, *_: object) -> tuple[str, str] | None:
+    """As Triton calls it: for its part of a kernel's key, and to be told of the stages that it may change."""
+    if stages is None:
+        return "layouts", "layouts"
+
+    def stop(module: Any, metadata: object) -> None:
+        raise Stopped(str(module))
+
+    stages["llir"] = stop
+    return None
+
+
+def list_layouts(rehearse: Callable[[], None], wanted: Sequence[str]) -> list[tuple[str, str | None]]:
+    found: list[tuple[str, str | None]] = []
+    with knobs.runtime.scope():
+        knobs.runtime.add_stages_inspection_hook = stop_behind_layouts
+        for (_, name, _), (function, specialization_data) in find_kernels(rehearse).items():
+            layouts = None
+            if name in wanted:
+                try:
+                    function.preload(specialization_data)
+                except Stopped as stopped:
+                    layouts = str(stopped)
+            found.append((name, layouts))
+    return found
 
 
 def works_of_every_layer(build: build_gpu.GpuBuild) -> list[Callable[[], None]]:
@@ -116,7 +155,7 @@ def done(hopper: Hopper, model: str, *options: str) -> Any:
         build = made_up_build(model, config)
         return [list_kernels(lambda: rehearse_every_layer(build)), list_kernels(build._rehearse)]
     if options:
-        tokens = int(options[1]) if options[0] in ("--names", "--order") else 512
+        tokens = int(options[1]) if options[0] in ("--names", "--layouts", "--order") else 512
         config = msgspec.structs.replace(
             config,
             max_num_seqs=64,
@@ -127,6 +166,8 @@ def done(hopper: Hopper, model: str, *options: str) -> Any:
         build = made_up_build(model, config)
         if options[0] == "--order":
             return list_launches(build)
+        if options[0] == "--layouts":
+            return list_layouts(build._rehearse, options[2:])
         return [kernel.split()[0] for kernel in list_kernels(build._rehearse)]
     build = made_up_build(model, config)
     results, progress = [], []
