@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpu_runner.kernels.work_list import LARGE_CUT, MULTIPROCESSORS, RangeCut
+from gpu_runner.kernels.work_list import FEW_ROWS, LARGE_CUT, MULTIPROCESSORS, RangeCut
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,16 +15,17 @@ class DecodeWay:
     fused_warps: int | None = None
 
 
-# Up to so many tokens, from the output of `scripts/bench_kernels/attention_layer.py`. While rows are few, they are cut
-# into as many programs as run at once: any more would start when these have ended, with nothing to hide how long their
-# first keys take. Of the fused kernel that is one of eight warps to a multiprocessor, or two of four, which one or two
-# rows with their short ranges fill as well; of `attention_decode` four.
+# Up to so many tokens, from the output of `scripts/bench_kernels/attention_layer.py`, with 8 KV heads. A multiprocessor
+# has one program of eight warps of the fused kernel at a time, or two of four, which one or two rows with their short
+# ranges fill as well. A start, with the first keys' way from memory, is not hidden where the program is alone.
+_MOST = LARGE_CUT.programs
 _FUSED = (
-    (2, DecodeWay(RangeCut(2 * MULTIPROCESSORS, 128), fused_warps=4)),
-    (16, DecodeWay(RangeCut(MULTIPROCESSORS, 512), fused_warps=8)),
-    (32, DecodeWay(RangeCut(2 * MULTIPROCESSORS, 512), fused_warps=4)),
+    (2, DecodeWay(RangeCut(_MOST, 128, at_once=2 * MULTIPROCESSORS, start_keys=100), fused_warps=4)),
+    (16, DecodeWay(RangeCut(_MOST, 512, at_once=MULTIPROCESSORS, start_keys=200), fused_warps=8)),
+    (FEW_ROWS, DecodeWay(RangeCut(_MOST, 512, at_once=2 * MULTIPROCESSORS, start_keys=100), fused_warps=4)),
 )
-# From more rows on, keys and values that stream through shared memory hide more of each other's ways than registers do.
+# From more rows on, keys and values that stream through shared memory hide more of each other's ways than registers do;
+# four programs of `attention_decode` run on a multiprocessor at a time.
 _APART = (
     (32, DecodeWay(RangeCut(4 * MULTIPROCESSORS, 256))),
     (64, DecodeWay(RangeCut(4 * MULTIPROCESSORS, 512))),

@@ -21,7 +21,7 @@ import triton.language as tl
 from asyncengine.config import MAX_STOP_IDS, PAGE_SIZE
 from gpu_runner.kernels.host_ring import copy_plan
 from gpu_runner.kernels.upload_layout import USED_WORDS_WORD, count_word, offset_word
-from gpu_runner.kernels.work_list_kernel import list_work
+from gpu_runner.kernels.work_list_kernel import CUT_ARGUMENTS, list_work
 
 _PAGE = tl.constexpr(PAGE_SIZE)
 _STOP_IDS = tl.constexpr(MAX_STOP_IDS)
@@ -63,7 +63,7 @@ _BIAS_ID = tl.constexpr(offset_word("bias_id"))
 _BIAS_VALUE = tl.constexpr(offset_word("bias_value"))
 
 
-@triton.jit(do_not_specialize=["bucket", "programs", "ahead", "target", "step"])  # one kernel serves many graphs
+@triton.jit(do_not_specialize=["bucket", "programs", "ahead", *CUT_ARGUMENTS])  # one kernel serves many graphs
 def step_meta_kernel(
     upload,
     next_upload,
@@ -111,6 +111,9 @@ def step_meta_kernel(
     capacity,
     target,
     step,
+    at_once,
+    start_keys,
+    kv_heads,
     WINDOW: tl.constexpr,
     ALIGN: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
@@ -118,6 +121,7 @@ def step_meta_kernel(
     ITEM_WORDS: tl.constexpr,
     TILE_WORDS: tl.constexpr,
     ROWS: tl.constexpr,
+    FEW: tl.constexpr,
     SORT: tl.constexpr,
     OTHERS: tl.constexpr,
     LISTS: tl.constexpr,
@@ -267,8 +271,8 @@ def step_meta_kernel(
         tl.debug_barrier()
         list_work(
             tl.program_id(0) - programs, num_decode_rows, num_rows, row_slot, row_start, row_len, row_token,
-            items, tiles, sort_keys, lengths, KV_CAPACITY, target, step,
-            WINDOW, ALIGN, MAX_SPLITS, TILE, ITEM_WORDS, TILE_WORDS, ROWS, SORT, OTHERS, LISTS, ALL_ROWS,
+            items, tiles, sort_keys, lengths, KV_CAPACITY, target, step, at_once, start_keys, kv_heads,
+            WINDOW, ALIGN, MAX_SPLITS, TILE, ITEM_WORDS, TILE_WORDS, ROWS, FEW, SORT, OTHERS, LISTS, ALL_ROWS,
         )  # fmt: skip
 
 

@@ -6,8 +6,10 @@ prefill rows.
 
 Decode: the step's T_d decode rows see L keys in total. They are cut into ranges of about
     size = max(split_step, L / target, longest / MAX_SPLITS), rounded up to split_step,
-so that short steps fill the machine, ragged ones are balanced, and a step with rows enough is not cut at all; target
-and split_step depend on the step's tokens (`decode_way`). A row of v keys gets at most ceil(v / size) ranges. Hence
+so that short steps fill the machine, ragged ones are balanced, and a step with rows enough is not cut at all. Where few
+programs run at once, so that they end in rounds, and their starts show, it is the size from there on by which the last
+round ends soonest. All of that depends on the step's tokens (`decode_way`). A row of v keys gets at most ceil(v / size)
+ranges. Hence
     items   <= sum(v / size + 1) <= target + T_d, and <= T_d * MAX_SPLITS,
     partial <= 2 * target: only rows with v > size are cut, and their ceil(v / size) <= 2 * v / size.
 They are listed by falling length, roughly: what is begun last is short, so that programs end at about the same time.
@@ -30,7 +32,7 @@ from torch import Tensor
 
 from asyncengine.config import PAGE_SIZE
 from gpu_runner.kernels.launch import launch_options
-from gpu_runner.kernels.work_list_kernel import build_kernel
+from gpu_runner.kernels.work_list_kernel import CUT_ARGUMENTS, build_kernel
 
 MULTIPROCESSORS = 132
 """Of an H200."""
@@ -53,19 +55,25 @@ OTHERS_BLOCK = 32
 
 @dataclass(frozen=True, slots=True)
 class RangeCut:
-    """programs: ranges x KV heads that a decode step of fewer rows is cut into, about. split_step: tokens of a row that
-    are not worth cutting: merging the results of shorter ranges costs more than they save."""
+    """programs: ranges x KV heads that a decode step of fewer rows is cut into, about, or at most. split_step: tokens
+    of a row that are not worth cutting: merging the results of shorter ranges costs more than they save. at_once:
+    programs that run at a time, for steps of at most `FEW_ROWS` rows; 0: so many, and so small, that it does not
+    matter. start_keys: as many of a program's keys take as long as its start does."""
 
     programs: int
     split_step: int
+    at_once: int = 0
+    start_keys: int = 0
 
 
+FEW_ROWS = 32
 LARGE_CUT = RangeCut(8 * MULTIPROCESSORS, 512)
 """Of steps of many tokens; no other cut has more programs."""
 
 
 LIST_SHAPE = (
-    *("target", "step", "WINDOW", "ALIGN", "MAX_SPLITS", "TILE", "ROWS", "LISTS"),
+    *CUT_ARGUMENTS,
+    *("WINDOW", "ALIGN", "MAX_SPLITS", "TILE", "ROWS", "FEW", "LISTS"),
     *("ITEM_WORDS", "TILE_WORDS", "SORT", "OTHERS", "ALL_ROWS"),
 )
 
@@ -82,7 +90,7 @@ class WorkList:
     max_rows: int
     target_items: int
     tile_tokens: int
-    split_step: int
+    cut: RangeCut
     window: int | None
     all_rows: bool
     items: Tensor  # [decode_items(max_rows), ITEM_WORDS] int32
@@ -96,8 +104,12 @@ class WorkList:
     def recut(self, cut: RangeCut) -> WorkList:
         """The same buffers, for steps whose decode rows are cut so: at most into as many programs as these were made
         for."""
-        target = max(1, cut.programs // self.arrived.shape[1])
-        return replace(self, target_items=min(self.target_items, target), split_step=cut.split_step)
+        target = max(1, cut.programs // self.num_kv_heads)
+        return replace(self, target_items=min(self.target_items, target), cut=cut)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.arrived.shape[1]
 
     def decode_items(self, num_tokens: int) -> int:
         """The most items that a step of `num_tokens` tokens, padding included, can have."""
@@ -142,7 +154,7 @@ def allocate_work_list(
         max_rows=max_rows,
         target_items=target,
         tile_tokens=tile_tokens,
-        split_step=cut.split_step,
+        cut=cut,
         window=window,
         all_rows=all_rows,
         items=zeros(min(max_rows + target, max_rows * MAX_SPLITS), ITEM_WORDS),
@@ -193,12 +205,16 @@ def build_work_list(
 
 
 def list_shape(work: WorkList | None, *, prefill: bool) -> dict[str, int]:
-    """What the kernels that list are compiled for; `LISTS` is the number of programs that do. None: they do not."""
+    """What the kernels that list are told, and compiled for; `LISTS` is the number of programs that do. None: they do
+    not."""
     if work is None:
         return dict.fromkeys(LIST_SHAPE, 0)
     rows = min(ROW_BLOCK, max(32, triton.next_power_of_2(work.max_rows)))
-    align = min(work.split_step, SPLIT_ALIGN)
+    cut = work.cut
+    align = min(cut.split_step, SPLIT_ALIGN)
     lists = 2 if prefill or work.all_rows else 1
-    shape = (work.target_items, work.split_step, work.window or 0, align, MAX_SPLITS, work.tile_tokens, rows, lists)
+    few = FEW_ROWS if cut.at_once else 0
+    told = (work.target_items, cut.split_step, cut.at_once, cut.start_keys, work.num_kv_heads)
+    shape = (work.window or 0, align, MAX_SPLITS, work.tile_tokens, rows, few, lists)
     sizes = (ITEM_WORDS, TILE_WORDS, SORT_BLOCK, OTHERS_BLOCK, int(work.all_rows))
-    return dict(zip(LIST_SHAPE, (*shape, *sizes), strict=True))
+    return dict(zip(LIST_SHAPE, (*told, *shape, *sizes), strict=True))

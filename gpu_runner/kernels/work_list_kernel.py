@@ -13,7 +13,11 @@ RANKS = 4
 _RANKS = tl.constexpr(RANKS)
 
 
-@triton.jit(do_not_specialize=["target", "step"])  # one kernel serves all cuts
+CUT_ARGUMENTS = ("target", "step", "at_once", "start_keys", "kv_heads")
+"""Of a list's cut, in every kernel that lists: not specialized, so that one serves all cuts."""
+
+
+@triton.jit(do_not_specialize=CUT_ARGUMENTS)
 def build_kernel(
     counts,
     row_slot,
@@ -27,6 +31,9 @@ def build_kernel(
     kv_capacity,
     target,
     step,
+    at_once,
+    start_keys,
+    kv_heads,
     WINDOW: tl.constexpr,
     ALIGN: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
@@ -34,6 +41,7 @@ def build_kernel(
     ITEM_WORDS: tl.constexpr,
     TILE_WORDS: tl.constexpr,
     ROWS: tl.constexpr,
+    FEW: tl.constexpr,
     SORT: tl.constexpr,
     OTHERS: tl.constexpr,
     LISTS: tl.constexpr,
@@ -44,25 +52,26 @@ def build_kernel(
         tl.extra.cuda.gdc_wait()
     list_work(
         tl.program_id(0), tl.load(counts), tl.load(counts + 1), row_slot, row_start, row_len, row_token,
-        items, tiles, sort_keys, lengths, kv_capacity, target, step,
-        WINDOW, ALIGN, MAX_SPLITS, TILE, ITEM_WORDS, TILE_WORDS, ROWS, SORT, OTHERS, LISTS, ALL_ROWS,
+        items, tiles, sort_keys, lengths, kv_capacity, target, step, at_once, start_keys, kv_heads,
+        WINDOW, ALIGN, MAX_SPLITS, TILE, ITEM_WORDS, TILE_WORDS, ROWS, FEW, SORT, OTHERS, LISTS, ALL_ROWS,
     )  # fmt: skip
 
 
 @triton.jit
 def list_work(
     part, num_decode_rows, num_rows, row_slot, row_start, row_len, row_token,
-    items, tiles, sort_keys, lengths, kv_capacity, target, step,
+    items, tiles, sort_keys, lengths, kv_capacity, target, step, at_once, start_keys, kv_heads,
     WINDOW: tl.constexpr, ALIGN: tl.constexpr, MAX_SPLITS: tl.constexpr, TILE: tl.constexpr,
-    ITEM_WORDS: tl.constexpr, TILE_WORDS: tl.constexpr,
-    ROWS: tl.constexpr, SORT: tl.constexpr, OTHERS: tl.constexpr, LISTS: tl.constexpr, ALL_ROWS: tl.constexpr,
+    ITEM_WORDS: tl.constexpr, TILE_WORDS: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr,
+    SORT: tl.constexpr, OTHERS: tl.constexpr, LISTS: tl.constexpr, ALL_ROWS: tl.constexpr,
 ):  # fmt: skip
     """List number `part` of `LISTS`, by one program."""
     if part == 0:
         if ALL_ROWS == 0:
             _list_decode(
-                num_decode_rows, row_slot, row_start, items, lengths, kv_capacity, target, step,
-                WINDOW, ALIGN, MAX_SPLITS, ITEM_WORDS, ROWS,
+                num_decode_rows, row_slot, row_start, items, lengths, kv_capacity,
+                target, step, at_once, start_keys, kv_heads,
+                WINDOW, ALIGN, MAX_SPLITS, ITEM_WORDS, ROWS, FEW,
             )  # fmt: skip
     elif LISTS > 1:
         first_row = num_decode_rows
@@ -90,8 +99,9 @@ def _visible(row, exists, row_start, kv_capacity, WINDOW: tl.constexpr, ALIGN: t
 
 @triton.jit
 def _list_decode(
-    num_rows, row_slot, row_start, items, lengths, kv_capacity, target, step,
-    WINDOW: tl.constexpr, ALIGN: tl.constexpr, MAX_SPLITS: tl.constexpr, ITEM_WORDS: tl.constexpr, ROWS: tl.constexpr,
+    num_rows, row_slot, row_start, items, lengths, kv_capacity, target, step, at_once, start_keys, kv_heads,
+    WINDOW: tl.constexpr, ALIGN: tl.constexpr, MAX_SPLITS: tl.constexpr, ITEM_WORDS: tl.constexpr,
+    ROWS: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     place = tl.arange(0, ROWS)
     keys = 0
@@ -100,8 +110,13 @@ def _list_decode(
         _, begin, end = _visible(block + place, block + place < num_rows, row_start, kv_capacity, WINDOW, ALIGN)
         keys += tl.sum(end - begin)
         longest = tl.maximum(longest, tl.max(end - begin))
-    size = tl.maximum(tl.maximum(tl.cdiv(keys, target), tl.cdiv(longest, MAX_SPLITS)), step)
-    size = tl.cdiv(size, step) * step
+    least = tl.maximum(tl.cdiv(keys, target), step)
+    if FEW == 0:
+        size = tl.cdiv(tl.maximum(least, tl.cdiv(longest, MAX_SPLITS)), step) * step
+    else:
+        row = tl.arange(0, FEW)
+        _, begin, end = _visible(row, row < num_rows, row_start, kv_capacity, WINDOW, ALIGN)
+        size = _quickest(begin, end, least, longest, at_once, start_keys, kv_heads, ALIGN, MAX_SPLITS)
 
     rank = tl.arange(0, _RANKS)[None, :]
     counts = tl.zeros((1, _RANKS), tl.int32)
@@ -136,6 +151,19 @@ def _list_decode(
         next_item += tl.sum(ranked, axis=0, keep_dims=True)
         num_partial += tl.sum(partial)
     tl.store(lengths, tl.sum(counts))
+
+
+@triton.jit
+def _quickest(
+    begin, end, least, longest, at_once, start_keys, kv_heads, ALIGN: tl.constexpr, MAX_SPLITS: tl.constexpr
+):  # fmt: skip
+    """Of the sizes that cut the longest row into 1 to MAX_SPLITS ranges, none below `least`, the largest of those by
+    which all programs have ended soonest: in rounds of as many as run at once, each as long as the longest range."""
+    size = tl.maximum(tl.cdiv(longest, tl.arange(0, MAX_SPLITS) + 1), least)
+    even, splits, _ = _cut(begin[:, None], end[:, None], size[None, :], ALIGN)
+    rounds = tl.cdiv(tl.sum(splits, axis=0) * kv_heads, at_once)
+    time = rounds * (tl.max(even, axis=0) + start_keys)
+    return tl.max(tl.where(time == tl.min(time, axis=0), size, 0), axis=0)
 
 
 @triton.jit

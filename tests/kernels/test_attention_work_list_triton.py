@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gpu_runner.kernels.decode_way import DecodeWay, choose_decode
 from gpu_runner.kernels.work_list import (
+    FEW_ROWS,
     LARGE_CUT,
     MAX_SPLITS,
     RangeCut,
@@ -30,16 +31,18 @@ def build(
     *,
     max_rows: int,
     target_programs: int = 16,
+    cut: RangeCut | None = None,
     window: int | None = None,
     tile_rows: int = 16,
 ) -> WorkList:
-    """For 2 KV heads of 2 query heads each: `target_programs` / 2 items, `tile_rows` / 2 tokens a tile."""
+    """For 2 KV heads of 2 query heads each: `target_programs` / 2 items unless `cut` says more, `tile_rows` / 2 tokens
+    a tile."""
     lengths = [1] * len(decode_lens) + [length for _, length in chunks]
     num_rows, num_tokens = len(lengths), sum(lengths)
     work = allocate_work_list(
         max_rows=max_rows, max_tokens=max(max_rows, num_tokens), num_heads=4, num_kv_heads=2, head_dim=16,
         window=window, device=DEVICE, tile_rows=tile_rows,
-        cut=RangeCut(target_programs, SPLIT_STEP),
+        cut=cut or RangeCut(target_programs, SPLIT_STEP),
     )  # fmt: skip
     work.items.fill_(-7)
     work.tiles.fill_(-7)
@@ -136,18 +139,57 @@ def test_the_buffers_of_the_largest_cut_hold_every_other(kv_heads: int) -> None:
             assert work.items is largest.items
             assert work.decode_items(tokens) <= len(work.items)
             assert 2 * work.target_items <= len(work.partial_out) == len(work.arrived)
-            assert work.split_step == cut.split_step
+            assert work.cut == cut
+            assert tokens <= FEW_ROWS or not cut.at_once
+
+
+def cdiv(number: int, by: int) -> int:
+    return -(-number // by)
+
+
+AT_ONCE = RangeCut(264, split_step=512, at_once=33, start_keys=200)
 
 
 @pytest.mark.parametrize(
-    ("fuses", "programs", "warps"),
-    [(True, [2, 2, 1, 1, 2, 4, 8], [4, 4, 8, 8, 4, None, None]), (False, [4, 4, 4, 4, 4, 4, 8], [None] * 7)],
+    ("rows", "ranges"),
+    # 2 heads x 6 rows x 5 ranges are two rounds of 33 programs, of 832 keys and a start each; 3 ranges are two, too, of
+    # 1344 keys, and 2 are one of 2048.
+    [(6, 5), (8, 2), (9, 3), (12, 4), (16, 1)],
 )
-def test_few_rows_are_cut_into_as_many_programs_as_run_at_once(
-    fuses: bool, programs: list[int], warps: list[int | None]
-) -> None:
+def test_rows_of_one_length_are_cut_so_that_the_last_round_of_programs_ends_soonest(rows: int, ranges: int) -> None:
+    items = items_of(build([4000] * rows, [], max_rows=40, cut=AT_ONCE))
+    assert [item[5:7] for item in items] == [[split, ranges] for split in range(ranges)] * rows
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_ragged_rows_are_cut_so_that_the_last_round_of_programs_ends_soonest(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows = int(torch.randint(1, FEW_ROWS + 1, (1,), generator=generator))
+    lens = torch.randint(1, 9000, (rows,), generator=generator).tolist()
+
+    def cut(size: int) -> tuple[int, int]:
+        """Ranges, and the longest."""
+        even = [64 * cdiv(cdiv(length, cdiv(length, size)), 64) for length in lens]
+        return sum(map(cdiv, lens, even)), max(even)
+
+    least = max(cdiv(sum(lens), 264 // 2), 512)
+    sizes = {max(cdiv(max(lens), splits), least) for splits in range(1, MAX_SPLITS + 1)}
+    ends = {size: cdiv(2 * cut(size)[0], 33) * (cut(size)[1] + 200) for size in sizes}
+    best = max(size for size in sizes if ends[size] == min(ends.values()))
+    work = build(lens, [], max_rows=40, cut=AT_ONCE)
+    items = items_of(work)
+    assert len(items) == cut(best)[0] <= work.decode_items(rows)
+    assert max(item[3] - item[2] for item in items) <= cut(best)[1]
+    assert sorted(item[0] for item in items if item[5] == 0) == list(range(rows))
+
+
+@pytest.mark.parametrize(
+    ("fuses", "at_once", "warps"),
+    [(True, [2, 2, 1, 1, 2, 0, 0], [4, 4, 8, 8, 4, None, None]), (False, [0] * 7, [None] * 7)],
+)
+def test_few_rows_take_the_fused_kernel_in_rounds(fuses: bool, at_once: list[int], warps: list[int | None]) -> None:
     ways = [choose_decode(tokens, prefill=False, fuses=fuses) for tokens in (1, 2, 3, 16, 32, 64, 80)]
-    assert [way.cut.programs // 132 for way in ways] == programs
+    assert [way.cut.at_once // 132 for way in ways] == at_once
     assert [way.fused_warps for way in ways] == warps
     assert choose_decode(1, prefill=True, fuses=fuses) == DecodeWay(LARGE_CUT)
 
