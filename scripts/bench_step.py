@@ -101,6 +101,14 @@ def longest_context(max_model_len: int, steps: int) -> int:
     return longest_prompt + WARM_STEPS + steps // 2 if longest_prompt > 0 else 0
 
 
+def decodes_at_once(executor: Executor, batch: int, context: int, steps: int) -> bool:
+    """Whether so many rows, of so many tokens, all decode for `steps`: they fit the cache, and the first that begin
+    still run when the others, of whose prompts a step computes a part, do."""
+    fit = batch * (context + steps) <= (executor.num_pages - 1) * PAGE_SIZE
+    per_step = executor.max_step_tokens - batch
+    return fit and per_step > 0 and batch * context / per_step <= SPARE_STEPS - 2 * WARM_STEPS
+
+
 def choose_longer(executor: Executor, batches: list[int], context: int, steps: int) -> tuple[int, int] | None:
     """A batch and its context: `LONGER` times `context`, or what leaves room for the steps and takes half of the KV
     cache at most. None if that is less than `context` and the steps, as rows of the same lengths tell nothing new."""
@@ -111,7 +119,9 @@ def choose_longer(executor: Executor, batches: list[int], context: int, steps: i
     longer = min(LONGER * context, longest_context(executor.max_model_len, steps), room // min(batches))
     if longer < context + steps:
         return None
-    return max(batch for batch in batches if batch * longer <= room), longer
+    fitting = (batch for batch in batches if batch * longer <= room and decodes_at_once(executor, batch, longer, steps))
+    largest = max(fitting, default=None)
+    return None if largest is None else (largest, longer)
 
 
 def measure_mixed(engine: Engine, batch: int, context: int) -> dict[str, Any] | None:
@@ -204,11 +214,13 @@ def bench(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     gc.collect()
     gc.freeze()
     gc.disable()
-    room = (engine.executor.num_pages - 1) * PAGE_SIZE
-    fitting = [batch for batch in batches if batch * (args.context + args.steps) <= room]
+    fitting = [batch for batch in batches if decodes_at_once(engine.executor, batch, args.context, args.steps)]
     if len(fitting) < len(batches):
         left_out = ", ".join(str(batch) for batch in batches if batch not in fitting)
-        print(f"left out: batches of {left_out}, whose rows would not fit the KV cache of {room} tokens at once")
+        print(
+            f"left out: batches of {left_out}, whose rows would not all decode at once: the KV cache is too small, or"
+        )
+        print(f"the first would have ended {SPARE_STEPS} steps later, before the last had begun")
     batches = fitting
     rows = []
     print(f"{'batch':>6} {'context':>8} {'ms/step':>8} {'p99':>8} {'floor':>7} {'x floor':>7} {'tok/s':>8}", end="")

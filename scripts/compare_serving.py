@@ -22,6 +22,8 @@ def compared(path: Path) -> list[dict[str, Any]]:
     """Of each number of streams that was measured, `step_ms` and `prompt_tokens_per_step` measured and simulated."""
     model = StepModel(read_step_model(path).coefficients)
     figures = json.loads(path.read_text())["figures"]
+    if "serving" not in figures:
+        raise SystemExit(f"{path}: no closed loop of bench_step.py is among its figures")
     rows = []
     for row in figures["serving"]["ms"]:
         simulated = serve(

@@ -168,7 +168,7 @@ def _context_errors(figures: dict[str, Any], model: StepModel) -> list[dict[str,
 def with_bench_step(figures: dict[str, Any], result: dict[str, Any], source: str) -> dict[str, Any]:
     """The figures, with those that a run of `bench_step.py` measured for the model in their place; of steps with both
     rows and a chunk those that were there, if it left them out. Raises SystemExit if it left out the longer context."""
-    _refuse_without(result, ["longer"], source)
+    _refuse_without(result, ["longer", "serving"], source)
     runs = [row for row in result["prefill"] if row["count"] > 1]
     single = [row for row in result["prefill"] if row["count"] == 1]
     decode, longer = [_timed(row) for row in result["decode"]], _timed(result["longer"])
@@ -188,7 +188,7 @@ def with_bench_step(figures: dict[str, Any], result: dict[str, Any], source: str
 
 
 def _refuse_without(result: dict[str, Any], wanted: list[str], source: str) -> None:
-    if left_out := [name for name in wanted if result[name] is None]:
+    if left_out := [name for name in wanted if result.get(name) is None]:
         raise SystemExit(
             f"{source}: no model can be made of {result['model']}, for which it left out {' and '.join(left_out)}; run "
             "bench_step.py with a shorter --context, a longer --max-model-len or more --kv-cache-tokens"

@@ -107,9 +107,9 @@ def prompts(count: int, length: int, vocab_size: int) -> list[np.ndarray]:
 
 
 def start_rows(engine: Engine, batch: int, length: int, steps: int) -> float:
-    """Decodes until all rows do, from prompts of `length` tokens, and can for `SPARE_STEPS` more than `steps`; returns
-    the mean context of the first such step. Raises InvalidRequestError if that is more than the context holds,
-    SystemExit if the rows never all decode."""
+    """Decodes until all rows do, from prompts of `length` tokens; each row decodes `SPARE_STEPS` times more often than
+    `steps`, those while others prefill among them. Returns the mean context of the first step in which all do. Raises
+    InvalidRequestError if that is more than the context holds, SystemExit if the rows never all decode."""
     engine.reset()
     for rid, prompt in enumerate(prompts(batch, length, engine.executor.model_config.vocab_size)):
         engine.add(rid, prompt, steps + SPARE_STEPS)

@@ -20,9 +20,7 @@ from torch import Tensor
 
 from gpu_runner.kernels.attention_parts import LOG2_E
 from gpu_runner.kernels.launch import launch_options
-from gpu_runner.kernels.work_list import TILE_WORDS, WorkList
-
-MULTIPROCESSORS = 132
+from gpu_runner.kernels.work_list import MULTIPROCESSORS, TILE_WORDS, WorkList
 
 
 @dataclass(frozen=True, slots=True)

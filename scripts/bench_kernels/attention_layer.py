@@ -1,4 +1,4 @@
-"""A decode step's attention between its linear layers: today's two kernels against the fused one, by tiling.
+"""A decode step's attention between its linear layers: one fused kernel against two, by tiling and by cut of the keys.
 
     python scripts/bench_kernels/attention_layer.py [--smoke] [--shape qwen|llama]
 
@@ -24,8 +24,9 @@ from graph_timer import median_us
 from torch import Tensor
 
 from gpu_runner.kernels.attention_decode import decode_attention
-from gpu_runner.kernels.attention_fused import FusedTiling, fused_decode_attention
+from gpu_runner.kernels.attention_fused import FusedTiling, fused_decode_attention, fused_tiling
 from gpu_runner.kernels.cuda_ops import CudaOps
+from gpu_runner.kernels.decode_way import choose_decode
 from gpu_runner.kernels.norm_rope import qk_norm_rope_write
 from gpu_runner.kernels.reference import rope_cos_sin
 from gpu_runner.kernels.residual import NormedLinear, Residual
@@ -35,33 +36,23 @@ LAYERS = 28
 MOST_WEIGHT_BYTES = 4e9
 EPS = 1e-6
 BASE = 1e6
-GRID = (
-    *(
-        (1, 256),
-        (1, 1000),
-        (1, 8000),
-        (2, 1000),
-        (4, 400),
-        (4, 1000),
-        (4, 4000),
-        (8, 256),
-        (8, 1000),
-        (8, 2100),
-        (8, 4000),
-    ),
-    *(
-        (16, 400),
-        (16, 1000),
-        (16, 4000),
-        (24, 500),
-        (32, 300),
-        (32, 1000),
-        (48, 1000),
-        (64, 256),
-        (64, 1000),
-        (256, 256),
-    ),
-)
+CONTEXTS = {
+    1: (256, 1000, 8000),
+    2: (256, 1000, 4000),
+    4: (256, 1000, 4000),
+    6: (1000, 4000),
+    8: (256, 400, 1000, 4000),
+    9: (4000,),
+    12: (1000, 4000),
+    16: (256, 400, 1000, 4000),
+    20: (1000, 4000),
+    24: (500, 4000),
+    32: (256, 1000),
+    48: (1000,),
+    64: (256, 1000),
+    256: (256,),
+}
+"""Of equal rows, by their number."""
 RAGGED = ((4, 1000), (8, 1000), (16, 400), (16, 3000), (32, 1500), (48, 600), (64, 300), (64, 1000), (128, 600))
 """Rows and their mean length."""
 
@@ -76,7 +67,9 @@ class Choice:
     @property
     def label(self) -> str:
         kernel = "pair" if self.tiling is None else f"{self.tiling.warp_keys}x{self.tiling.num_warps}"
-        return f"{kernel} {self.cut.programs // MULTIPROCESSORS}/{self.cut.split_step}"
+        at_once = self.cut.at_once // MULTIPROCESSORS
+        programs = f"r{at_once}" if at_once else str(self.cut.programs // MULTIPROCESSORS)
+        return f"{kernel} {programs}/{self.cut.split_step}"
 
 
 PAIR = Choice(None, RangeCut(MULTIPROCESSORS, 64))
@@ -169,17 +162,17 @@ def compile_in_parallel(shape_name: str, count: int) -> None:
 
 
 def choices() -> list[Choice]:
-    """By tiling, None that of the pair: programs to a multiprocessor, and steps of ranges."""
+    """What `decode_way` has, in rounds (r) of so many programs to a multiprocessor or cut into so many, and others."""
     large, small = FusedTiling(32, 8), FusedTiling(32, 4)
-    cuts: list[tuple[FusedTiling | None, int, tuple[int, ...]]] = [
-        (large, 1, (256, 512)),
-        (large, 8, (512,)),
-        (small, 2, (128, 256, 512)),
-        (None, 4, (256, 512)),
-        (None, 8, (512,)),
+    served = [
+        Choice(fused_tiling(way.fused_warps, 256) if way.fused_warps else None, way.cut)
+        for fuses in (True, False)
+        for way in dict.fromkeys(choose_decode(rows, prefill=False, fuses=fuses) for rows in range(1, 129))
     ]
+    others = [(large, 1, 512), (large, 8, 512), (small, 2, 128), (small, 2, 512)]
     return [
-        Choice(tiling, RangeCut(programs * MULTIPROCESSORS, step)) for tiling, programs, steps in cuts for step in steps
+        *dict.fromkeys(served),
+        *(Choice(tiling, RangeCut(programs * MULTIPROCESSORS, step)) for tiling, programs, step in others),
     ]
 
 
@@ -192,7 +185,8 @@ def errors(shape: Shape, hidden: int, choices: list[Choice], case: Case) -> None
 
 def table(shape: Shape, hidden: int, choices: list[Choice], cases: list[Case]) -> None:
     print(
-        f"\n{shape.name}: us of attention in a layer; floor of KV bytes; keys of a warp x warps, programs to an SM/step"
+        f"\n{shape.name}: us of attention in a layer; floor of KV bytes; keys of a warp x warps, programs to an SM / "
+        "least range"
     )
     print(f"{'':>12} {'linears':>8} {'floor':>6} " + " ".join(f"{choice.label:>11}" for choice in choices))
     for case in cases:
@@ -226,7 +220,8 @@ def main() -> None:
     compile_in_parallel(options.shape, len(choices()))
     print(f"compiled in {time.monotonic() - start:.1f} s")
     errors(shape, 64, choices(), ragged)
-    cases = [*(decode_case(*size) for size in GRID), *(ragged_case(*size) for size in RAGGED)]
+    cases = [decode_case(rows, context) for rows, contexts in CONTEXTS.items() for context in contexts]
+    cases += [ragged_case(*size) for size in RAGGED]
     table(shape, hidden, choices(), cases)
     print(f"done in {time.monotonic() - start:.1f} s")
 

@@ -24,7 +24,7 @@ class Served(NamedTuple):
 def serve(
     model: StepModel, *, streams: int, prompt_tokens: int, answer_tokens: int, max_num_batched_tokens: int
 ) -> Served:
-    """So many requests at all times, of which the first end evenly from the start: as `bench_step.ClosedLoop`."""
+    """So many requests at all times, of which the first end evenly from the start: as `step_engine.ClosedLoop`."""
     first = [1 + answer_tokens * (index + 1) // streams for index in range(streams)]
     answers = first + [answer_tokens] * (streams * (MOST_REQUESTS - 1))
     requests = [TraceRequest(n, 0, prompt_tokens, answer, n * prompt_tokens) for n, answer in enumerate(answers)]

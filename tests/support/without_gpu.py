@@ -37,6 +37,8 @@ def without_gpu(*, cache: Path | None = None) -> Iterator[WithoutGpu]:
             print(json.dumps([str(model), *options]), file=process.stdin, flush=True)
             answer = process.stdout.readline()
             assert answer, "it ended; the reason is in what was written to stderr"
-            return json.loads(answer)
+            content = json.loads(answer)
+            assert "error" not in content, content["error"]
+            return content["done"]
 
         yield ask
