@@ -114,9 +114,10 @@ def _list_decode(
     if FEW == 0:
         size = tl.cdiv(tl.maximum(least, tl.cdiv(longest, MAX_SPLITS)), step) * step
     else:
-        row = tl.arange(0, FEW)
-        _, begin, end = _visible(row, row < num_rows, row_start, kv_capacity, WINDOW, ALIGN)
-        size = _quickest(begin, end, least, longest, at_once, start_keys, kv_heads, ALIGN, MAX_SPLITS)
+        size = _quickest(
+            num_rows, row_start, kv_capacity, least, longest, at_once, start_keys, kv_heads,
+            WINDOW, ALIGN, MAX_SPLITS, FEW,
+        )  # fmt: skip
 
     rank = tl.arange(0, _RANKS)[None, :]
     counts = tl.zeros((1, _RANKS), tl.int32)
@@ -155,10 +156,13 @@ def _list_decode(
 
 @triton.jit
 def _quickest(
-    begin, end, least, longest, at_once, start_keys, kv_heads, ALIGN: tl.constexpr, MAX_SPLITS: tl.constexpr
+    num_rows, row_start, kv_capacity, least, longest, at_once, start_keys, kv_heads,
+    WINDOW: tl.constexpr, ALIGN: tl.constexpr, MAX_SPLITS: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """Of the sizes that cut the longest row into 1 to MAX_SPLITS ranges, none below `least`, the largest of those by
     which all programs have ended soonest: in rounds of as many as run at once, each as long as the longest range."""
+    row = tl.arange(0, FEW)
+    _, begin, end = _visible(row, row < num_rows, row_start, kv_capacity, WINDOW, ALIGN)
     size = tl.maximum(tl.cdiv(longest, tl.arange(0, MAX_SPLITS) + 1), least)
     even, splits, _ = _cut(begin[:, None], end[:, None], size[None, :], ALIGN)
     rounds = tl.cdiv(tl.sum(splits, axis=0) * kv_heads, at_once)
