@@ -21,11 +21,11 @@ from torch import Tensor
 
 from gpu_runner.kernels.attention_parts import LOG2_E, merge_partials, nearest_own, prefetch_pages
 from gpu_runner.kernels.launch import launch_options, on_gpu
-from gpu_runner.kernels.work_list import ITEM_WORDS, MAX_SPLITS, WorkList
+from gpu_runner.kernels.work_list import ITEM_WORDS, MAX_SPLITS, MULTIPROCESSORS, WorkList
 
 DOT_ROWS = 16
 """The fewest rows of a tensor-core product: query heads of a group are padded to it."""
-MAX_LEVEL_PROGRAMS = 132 * 12
+MAX_LEVEL_PROGRAMS = 12 * MULTIPROCESSORS
 """Up to here it pays that multiprocessors have equally many at a time; beyond, that they have more."""
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from asyncengine.config import PAGE_SIZE
 from gpu_runner.kernels import linear, norm_rope
 from gpu_runner.kernels.attention_decode import decode_attention
-from gpu_runner.kernels.attention_fused import fused_decode_attention, fused_tiling
+from gpu_runner.kernels.attention_fused import can_fuse, fused_decode_attention, fused_tiling
 from gpu_runner.kernels.attention_prefill import prefill_attention
 from gpu_runner.kernels.linear_config import (
     DotConfig,
@@ -140,7 +140,7 @@ class CudaOps:
         work, counts, table = meta.work[window], meta.step.counts, meta.page_table
         norms: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps}
         head_dim = kv_layer.shape[-1]
-        if not work.all_rows:
+        if not work.all_rows and can_fuse(kv_layer, num_heads):
             rotation = self._rotations(inv_freq, table.shape[1] * PAGE_SIZE)
             if meta.fused_warps is not None:
                 out = x.new_empty(tokens, num_heads, head_dim)

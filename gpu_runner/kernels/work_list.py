@@ -67,6 +67,7 @@ class RangeCut:
 
 
 FEW_ROWS = 32
+"""Most decode rows of a step whose ranges are cut with an eye to rounds."""
 LARGE_CUT = RangeCut(8 * MULTIPROCESSORS, 512)
 """Of steps of many tokens; no other cut has more programs."""
 

@@ -22,7 +22,14 @@ from gpu_runner.kernels import reference
 from gpu_runner.kernels.attention_decode import DecodeTiling, decode_attention
 from gpu_runner.kernels.attention_prefill import PrefillTiling, prefill_attention
 from gpu_runner.kernels.ops import BatchMeta
-from gpu_runner.kernels.work_list import LARGE_CUT, RangeCut, WorkList, allocate_work_list, build_work_list
+from gpu_runner.kernels.work_list import (
+    LARGE_CUT,
+    MULTIPROCESSORS,
+    RangeCut,
+    WorkList,
+    allocate_work_list,
+    build_work_list,
+)
 
 PAGE = 16
 FLOPS_PER_US = 750e6
@@ -63,7 +70,7 @@ class DecodeChoice:
         tiling = self.tiling
         return (
             f"{tiling.block_tokens}/{tiling.num_warps}/{tiling.num_stages}/{tiling.prefetch_pages}"
-            f"/{self.programs // 132}"
+            f"/{self.programs // MULTIPROCESSORS}"
         )
 
 
@@ -74,8 +81,8 @@ class PrefillChoice:
 
     @property
     def label(self) -> str:
-        tiling = self.tiling
-        return f"{self.tile_rows}x{tiling.block_tokens}/{tiling.num_warps}/{tiling.num_stages}/{tiling.programs // 132}"
+        tiling, programs = self.tiling, self.tiling.programs // MULTIPROCESSORS
+        return f"{self.tile_rows}x{tiling.block_tokens}/{tiling.num_warps}/{tiling.num_stages}/{programs}"
 
 
 class Step:
@@ -265,16 +272,16 @@ def main() -> None:
         DecodeTiling(128, 4, 2, 8),
     ]
     decode_choices = [DecodeChoice(tiling) for tiling in tilings]
-    targets = [replace(base, programs=132 * count) for count in (2, 4, 6, 8, 16)]
-    prefill_base = PrefillChoice(PrefillTiling(64, 8, 3, 132), 128)
+    targets = [replace(base, programs=count * MULTIPROCESSORS) for count in (2, 4, 6, 8, 16)]
+    prefill_base = PrefillChoice(PrefillTiling(64, 8, 3, MULTIPROCESSORS), 128)
     prefill_choices = [
         prefill_base,
-        PrefillChoice(PrefillTiling(64, 8, 2, 264, 128), 128),
-        PrefillChoice(PrefillTiling(64, 8, 2, 132), 128),
-        PrefillChoice(PrefillTiling(128, 8, 2, 132), 128),
-        PrefillChoice(PrefillTiling(64, 4, 3, 264), 64),
-        PrefillChoice(PrefillTiling(64, 4, 2, 264), 64),
-        PrefillChoice(PrefillTiling(128, 4, 2, 132), 64),
+        PrefillChoice(PrefillTiling(64, 8, 2, 2 * MULTIPROCESSORS, 128), 128),
+        PrefillChoice(PrefillTiling(64, 8, 2, MULTIPROCESSORS), 128),
+        PrefillChoice(PrefillTiling(128, 8, 2, MULTIPROCESSORS), 128),
+        PrefillChoice(PrefillTiling(64, 4, 3, 2 * MULTIPROCESSORS), 64),
+        PrefillChoice(PrefillTiling(64, 4, 2, 2 * MULTIPROCESSORS), 64),
+        PrefillChoice(PrefillTiling(128, 4, 2, MULTIPROCESSORS), 64),
     ]
 
     if SMOKE:
@@ -289,7 +296,7 @@ def main() -> None:
         lens = np.random.default_rng(2).integers(1, 3000, 33).tolist()
         case = Case("ragged", lens, [(700, 333), (0, 1), (0, 517), (16, 64)])
         step = Step(shape, case, layers=1)
-        errors = [error(step, choice, prefill_base) for choice in (base, replace(base, programs=132))]
+        errors = [error(step, choice, prefill_base) for choice in (base, replace(base, programs=MULTIPROCESSORS))]
         print(f"{shape.name}: relative error " + ", ".join(f"{value:.1e}" for value in errors))
 
     grid = [(1, 256), (1, 1024), (1, 8192), (8, 256), (64, 256), (256, 256), (512, 256), (256, 1000)]

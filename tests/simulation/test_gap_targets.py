@@ -71,6 +71,7 @@ def test_streams_keep_their_gap_while_a_prompt_of_64k_tokens_is_computed(name: s
     limited, free = Streams(name), Streams(name, gap_ms=10_000)
     first, second, without = limited.prefill(), limited.prefill(), free.prefill()
     assert np.count_nonzero(first.gaps_ms > 50.0) <= 1, "no such prompt was seen before"
+    assert first.gaps_ms.max() < 53
     assert second.gaps_ms.max() <= 50.0
     assert limited.replica.scheduler.gauges()["step_time_error_permille"] <= 5
     assert without.p99_ms > 60
