@@ -50,7 +50,7 @@ def decode_tiling(programs: int, head_dim: int, element_bytes: int = 2) -> Decod
     if head_dim <= 64:
         return DecodeTiling(block_tokens=64, num_warps=2, num_stages=3, prefetch_pages=4)
     num_stages = 4 if programs <= MAX_LEVEL_PROGRAMS else 3
-    return DecodeTiling(block_tokens=32, num_warps=1 if head_dim <= 128 else 2, num_stages=num_stages, prefetch_pages=4)
+    return DecodeTiling(block_tokens=32, num_warps=1 if head_dim <= 128 else 2, num_stages=num_stages, prefetch_pages=2)
 
 
 def decode_attention(

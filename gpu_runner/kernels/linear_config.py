@@ -124,7 +124,7 @@ CUTS: tuple[tuple[int, int, int, LinearConfig | None], ...] = (
     # cuBLAS takes an unlucky tile.
     (128, 1024, 4096, replace(_NARROW, tokens=128)),
     (128, 1024, MIN_HEAD_ROWS - 1, replace(_PAIRED, tokens=128)),
-    (128, 3072, 2048, replace(_NARROW, tokens=128, split_k=4)),
+    (128, 3072, 2048, replace(_PAIRED, split_k=4)),
     (128, 2048, ANY, None),
     (112, 4096, 4096, _DEEP),
     (128, 4096, 8192, None),
