@@ -1,14 +1,15 @@
 """One step on a GPU: CUDA graphs, chosen by the host from a plan's sizes and replayed. One or two make a step:
 
-    decode graph, by variant and token bucket                     step_meta, layers, head, sample, post_update
+    decode graph, by variant, token bucket and phase    step_meta, layers, head, sample, post_update
 
-    forward graph, by token bucket and by whether rows prefill    fetch, step_meta, layers
-    score graph, by row bucket                                    head, log-probabilities of prompts, deliver
-    finish graph, by variant and row bucket                       head, sample, post_update, deliver
+    forward graph, by token bucket and phase            fetch, step_meta, layers
+    score graph, by row bucket                          head, log-probabilities of prompts, deliver
+    finish graph, by variant and row bucket             head, sample, post_update, deliver
 
 The first is for steps whose rows all decode and need nothing special: the host launches once, and there is no gap
 between two graphs. Where the plan is small, `step_meta` fetches it; where results are but tokens, `post_update`
-delivers them.
+delivers them. The phase is whether rows prefill and, where other kernels attend to long contexts (`decode_way`), how
+long those of a step that decodes are.
 
 All that differs between steps of one size lies in device memory at fixed addresses: the uploaded plan, the state of
 the slots, the step's layout (`StepMeta`), the work lists. The score graph is replayed between the two by steps that
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 import torch
@@ -47,11 +49,14 @@ from gpu_runner.kernels.work_list import allocate_work_list, build_work_list
 from gpu_runner.models.config import ModelConfig
 from gpu_runner.models.decoder import Decoder
 from gpu_runner.schedule.buckets import bucket_for, token_buckets
+from gpu_runner.schedule.plan import StepPlan
 
 Variant = Literal["none", "greedy", "sample", "filtered", "full"]
 """none: no row samples. greedy: all rows are. sample: no row has a filter. filtered: any way to choose a token,
 min_tokens included. full: that, with penalties, logit bias, masks and log-probabilities."""
 DECODE_VARIANTS: tuple[Variant, ...] = ("sample", "greedy")
+Phase = Literal["prefill", "decode", "long decode"]
+"""prefill: some rows may. Else all rows decode; long decode: with contexts that are long together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,7 @@ class GraphStep:
         self._token_buckets = token_buckets(max_step_tokens)
         self._row_buckets = token_buckets(max_rows)
         self._max_rows = max_rows
+        self._long_from = self._find_long(model, dtype)
         self._inputs = torch.zeros(upload_words, dtype=torch.int32, device=device)
         self._host_ring = HostRing.allocate(RING_DEPTH, device)
         self._meta = new_step_meta(max_rows=max_rows, max_tokens=max_step_tokens, device=device)
@@ -130,9 +136,9 @@ class GraphStep:
         self._scorer = PromptScorer(self._full, state, max_rows=max_rows)
         self._scores = torch.zeros(score_words(len(state.done)), dtype=torch.int32, device=device)
         self._score_graphs: dict[int, Graph] = {}
-        self._forward_graphs: dict[tuple[int, bool], Graph] = {}
+        self._forward_graphs: dict[tuple[int, Phase], Graph] = {}
         self._finish_graphs: dict[tuple[Variant, int], Graph] = {}
-        self._decode_graphs: dict[tuple[Variant, int], Graph] = {}
+        self._decode_graphs: dict[tuple[Variant, int, Phase], Graph] = {}
 
     @property
     def kv_cache(self) -> Tensor:
@@ -152,12 +158,12 @@ class GraphStep:
         return PageMemory.of(self._kv_cache, self._page_tokens, host)
 
     def run(self, step: PackedStep) -> None:
-        plan, prefills, variant = step.plan, len(step.plan.prefill_tokens) > 0, _variant(step)
-        decode = self._decode_graphs.get((variant, plan.bucket))
-        if decode is not None and not prefills and step.num_samples == plan.num_decode_rows:
+        plan, phase, variant = step.plan, self._phase(step.plan), _variant(step)
+        decode = self._decode_graphs.get((variant, plan.bucket, phase))
+        if decode is not None and step.num_samples == plan.num_decode_rows:
             decode.replay()
             return
-        self._forward_graphs[plan.bucket, prefills].replay()
+        self._forward_graphs[plan.bucket, phase].replay()
         if len(plan.scores):
             self._score_graphs[bucket_for(self._row_buckets, len(plan.scores))].replay()
         rows = 0 if variant == "none" else bucket_for(self._row_buckets, step.num_samples)
@@ -165,7 +171,7 @@ class GraphStep:
 
     def run_largest(self) -> None:
         """The work of the largest step, uncaptured and over no rows: compiles its kernels and takes its memory."""
-        self._forward(self._token_buckets[-1], prefill=True)
+        self._forward(self._token_buckets[-1], "prefill")
         self._finish("full", self._sample_hidden)
 
     def works(self) -> list[list[Work]]:
@@ -173,19 +179,21 @@ class GraphStep:
 
         Run on tensors without memory, they tell which kernels there are.
         """
-        largest = bucket_for(self._token_buckets, self._max_rows)
-        decode_buckets = [bucket for bucket in reversed(self._token_buckets) if bucket <= largest]
-        kinds = [
-            [self._forward_work(bucket, prefill=True) for bucket in reversed(self._token_buckets)],
-            [self._forward_work(bucket, prefill=False) for bucket in decode_buckets],
-        ]
+        decode: tuple[tuple[Phase, list[int]], ...] = (
+            ("decode", self._decode_buckets()),
+            ("long decode", list(self._long_from)),
+        )
+        kinds = [[self._forward_work(bucket, "prefill") for bucket in reversed(self._token_buckets)]]
+        for phase, buckets in decode:
+            kinds.append([self._forward_work(bucket, phase) for bucket in buckets])
         variants: tuple[Variant, ...] = ("full", "filtered", "sample", "greedy")
         for variant in variants:
             kinds.append([self._finish_work(variant, rows) for rows in reversed(self._row_buckets)])
-        for variant in DECODE_VARIANTS:
-            kinds.append([self._decode_work(variant, bucket) for bucket in decode_buckets])
+        for variant, (phase, buckets) in product(DECODE_VARIANTS, decode):
+            kinds.append([self._decode_work(variant, bucket, phase) for bucket in buckets])
         kinds.append([self._score_work(rows) for rows in reversed(self._row_buckets)])
-        return [*kinds, [self._finish_work("none", 0)]]
+        kinds.append([self._finish_work("none", 0)])
+        return [kind for kind in kinds if kind]
 
     def drop_graphs(self) -> None:
         """Give up every graph, and with them what they took."""
@@ -212,10 +220,35 @@ class GraphStep:
             keep(graph)
             progress(done + 1, len(works))
 
-    def _forward_work(self, bucket: int, prefill: bool) -> Work:
+    def _decode_buckets(self) -> list[int]:
+        """Of steps that prefill nothing, the largest first."""
+        largest = bucket_for(self._token_buckets, self._max_rows)
+        return [bucket for bucket in reversed(self._token_buckets) if bucket <= largest]
+
+    def _find_long(self, model: ModelConfig, dtype: torch.dtype) -> dict[int, int]:
+        """By token bucket, the largest first, the tokens of context from which on a step that decodes is long; without
+        buckets of which none can be. None is of models with windows, whose layers read less than the context."""
+        if any(model.layer_windows):
+            return {}
+        token_bytes = model.kv_bytes_per_token(dtype) // model.num_layers
+        capacity = self._state.page_table.shape[1] * PAGE_SIZE
+        long_from = {}
+        for bucket in self._decode_buckets():
+            long_bytes = choose_decode(bucket, prefill=False, fuses=self._fuses_attention).long_bytes
+            if long_bytes is not None and long_bytes <= min(bucket, self._max_rows) * capacity * token_bytes:
+                long_from[bucket] = -(-long_bytes // token_bytes)
+        return long_from
+
+    def _phase(self, plan: StepPlan) -> Phase:
+        if len(plan.prefill_tokens):
+            return "prefill"
+        long_from = self._long_from.get(plan.bucket)
+        return "decode" if long_from is None or plan.row_start.sum() < long_from else "long decode"
+
+    def _forward_work(self, bucket: int, phase: Phase) -> Work:
         return (
-            lambda: self._forward(bucket, prefill=prefill),
-            lambda graph: self._forward_graphs.__setitem__((bucket, prefill), graph),
+            lambda: self._forward(bucket, phase),
+            lambda graph: self._forward_graphs.__setitem__((bucket, phase), graph),
         )
 
     def _finish_work(self, variant: Variant, rows: int) -> Work:
@@ -227,24 +260,25 @@ class GraphStep:
     def _score_work(self, rows: int) -> Work:
         return lambda: self._score(rows), lambda graph: self._score_graphs.__setitem__(rows, graph)
 
-    def _decode_work(self, variant: Variant, bucket: int) -> Work:
+    def _decode_work(self, variant: Variant, bucket: int, phase: Phase) -> Work:
         """Of a step whose tokens are one of each row, all of which sample: the residuals are those of the samples."""
         return (
-            lambda: self._finish(variant, self._layers(bucket, prefill=False)[: self._max_rows]),
-            lambda graph: self._decode_graphs.__setitem__((variant, bucket), graph),
+            lambda: self._finish(variant, self._layers(bucket, phase)[: self._max_rows]),
+            lambda graph: self._decode_graphs.__setitem__((variant, bucket, phase), graph),
         )
 
-    def _forward(self, num_tokens: int, *, prefill: bool) -> None:
+    def _forward(self, num_tokens: int, phase: Phase) -> None:
         """From the upload to the last residual of each row that samples."""
-        residual = self._layers(num_tokens, prefill=prefill)
+        residual = self._layers(num_tokens, phase)
         samples = min(num_tokens, self._max_rows)
         tokens, out = self._meta.sample_token[:samples], self._sample_hidden[:samples]
         norm_rope.embedding(tokens, residual, out=out)
 
-    def _layers(self, num_tokens: int, *, prefill: bool) -> Tensor:
+    def _layers(self, num_tokens: int, phase: Phase) -> Tensor:
         """From the upload to the last residual of each token."""
         meta, page_table = self._meta, self._state.page_table
-        way = choose_decode(num_tokens, prefill=prefill, fuses=self._fuses_attention)
+        prefill, long = phase == "prefill", phase == "long decode"
+        way = choose_decode(num_tokens, prefill=prefill, fuses=self._fuses_attention, long=long)
         lists = {window: work.recut(way.cut) for window, work in self._work.items()}
         first, *others = lists.values()
         if prefill:

@@ -9,23 +9,36 @@ from gpu_runner.kernels.work_list import FEW_ROWS, LARGE_CUT, MULTIPROCESSORS, R
 
 @dataclass(frozen=True, slots=True)
 class DecodeWay:
-    """fused_warps: of each program of `attention_fused`. None: `attention_decode`, behind a kernel that rotates."""
+    """fused_warps: of each program of `attention_fused`. None: `attention_decode`, behind a kernel that rotates.
+    long_bytes: of a layer's keys and values in the cache; a step that reads so many is long, and takes another way.
+    None: no step is."""
 
     cut: RangeCut
     fused_warps: int | None = None
+    long_bytes: int | None = None
 
 
 # Up to so many tokens, from the output of `scripts/bench_kernels/attention_layer.py`, with 8 KV heads. A multiprocessor
 # has one program of eight warps of the fused kernel at a time, or two of four, which one or two rows with their short
-# ranges fill as well. A start, with the first keys' way from memory, is not hidden where the program is alone.
+# ranges fill as well. A start, with the first keys' way from memory, is not hidden where the program is alone. Steps
+# are long from about where those of `_APART` are faster; with 100 MB and more it is by up to a quarter.
 _MOST = LARGE_CUT.programs
 _FUSED = (
     (2, DecodeWay(RangeCut(_MOST, 128, at_once=2 * MULTIPROCESSORS, start_keys=100), fused_warps=4)),
-    (16, DecodeWay(RangeCut(_MOST, 512, at_once=MULTIPROCESSORS, start_keys=200), fused_warps=8)),
-    (FEW_ROWS, DecodeWay(RangeCut(_MOST, 512, at_once=2 * MULTIPROCESSORS, start_keys=100), fused_warps=4)),
+    (
+        16,
+        DecodeWay(RangeCut(_MOST, 512, at_once=MULTIPROCESSORS, start_keys=200), fused_warps=8, long_bytes=57_000_000),
+    ),
+    (
+        FEW_ROWS,
+        DecodeWay(
+            RangeCut(_MOST, 512, at_once=2 * MULTIPROCESSORS, start_keys=100), fused_warps=4, long_bytes=100_000_000
+        ),
+    ),
 )
-# From more rows on, keys and values that stream through shared memory hide more of each other's ways than registers do;
-# four programs of `attention_decode` run on a multiprocessor at a time.
+# Keys and values that stream through shared memory hide more of each other's way than registers do; four programs of
+# `attention_decode` run on a multiprocessor at a time. That pays for a second launch, and for keys that wait until the
+# newest are written, once there are enough of them: in many rows, or in some long ones.
 _APART = (
     (32, DecodeWay(RangeCut(4 * MULTIPROCESSORS, 256))),
     (64, DecodeWay(RangeCut(4 * MULTIPROCESSORS, 512))),
@@ -33,10 +46,11 @@ _APART = (
 _OTHERS = DecodeWay(LARGE_CUT)
 
 
-def choose_decode(num_tokens: int, *, prefill: bool, fuses: bool) -> DecodeWay:
+def choose_decode(num_tokens: int, *, prefill: bool, fuses: bool, long: bool = False) -> DecodeWay:
     """For a step of `num_tokens` tokens, padding included. prefill: whether there may be rows that prefill. fuses:
-    whether `attention_fused` takes the model."""
+    whether `attention_fused` takes the model. long: whether the step reads the `long_bytes` of what this returns
+    otherwise."""
     if prefill:
         return _OTHERS
-    ways = (*(_FUSED if fuses else ()), *_APART)
+    ways = (*(_FUSED if fuses and not long else ()), *_APART)
     return next((way for tokens, way in ways if num_tokens <= tokens), _OTHERS)

@@ -8,8 +8,8 @@ Decode: the step's T_d decode rows see L keys in total. They are cut into ranges
     size = max(split_step, L / target, longest / MAX_SPLITS), rounded up to split_step,
 so that short steps fill the machine, ragged ones are balanced, and a step with rows enough is not cut at all. Where few
 programs run at once, so that they end in rounds, and their starts show, it is the size from there on by which the last
-round ends soonest. All of that depends on the step's tokens (`decode_way`). A row of v keys gets at most ceil(v / size)
-ranges. Hence
+round ends soonest. All of that depends on the step's tokens, and on whether their contexts are long (`decode_way`). A
+row of v keys gets at most ceil(v / size) ranges. Hence
     items   <= sum(v / size + 1) <= target + T_d, and <= T_d * MAX_SPLITS,
     partial <= 2 * target: only rows with v > size are cut, and their ceil(v / size) <= 2 * v / size.
 They are listed by falling length, roughly: what is begun last is short, so that programs end at about the same time.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from inspect import getclosurevars
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import torch
 from device_harness import Prefill, Rig
 from support.random_model import write_config
 
+from asyncengine.config import PAGE_SIZE
 from gpu_runner.device.buffers import PackedStep
 from gpu_runner.device.graph_step import GraphStep, Uncaptured
 from gpu_runner.device.memory import allocate_kv_cache
@@ -31,22 +34,32 @@ FULL = SamplingPath(greedy=True, filtered=False, bans_stop_ids=False, logprobs=T
 
 
 class Notes:
-    """A step of which only the choice of graphs runs; `replayed` lists what a real one would replay."""
+    """A step of which only the choice of graphs runs; `replayed` lists what a real one would replay.
 
-    def __init__(self, folder: Path, max_rows: int) -> None:
-        model = write_config(
-            folder, vocab_size=60, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=16,
-        )  # fmt: skip
+    capacity: tokens of a row. changes: of the model's config.
+    """
+
+    def __init__(self, folder: Path, max_rows: int, *, capacity: int = PAGE_SIZE, **changes: Any) -> None:
+        shape = {
+            "vocab_size": 60,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+        }
+        model = write_config(folder, **shape | changes)
+        pages = capacity // PAGE_SIZE
         decoder = random_model(model, device=CPU, dtype=torch.float32, ops=CudaOps())
         self.step = GraphStep(
             decoder=decoder,
             model=decoder.config,
             kv_cache=allocate_kv_cache(decoder.config, 2, torch.float32, CPU),
-            state=DeviceState(num_slots=max_rows, pages_per_seq=1, device=CPU),
+            state=DeviceState(num_slots=max_rows, pages_per_seq=pages, device=CPU),
             max_rows=max_rows,
             max_step_tokens=STEP_TOKENS,
-            upload_words=upload_words(num_slots=max_rows, pages_per_seq=1, max_step_tokens=STEP_TOKENS),
+            upload_words=upload_words(num_slots=max_rows, pages_per_seq=pages, max_step_tokens=STEP_TOKENS),
             dtype=torch.float32,
             graphs=False,
         )
@@ -57,13 +70,17 @@ class Notes:
                 keep(Uncaptured(partial(self._note, work)))
 
     def _note(self, work: Callable[[], None]) -> None:
-        """Its name is that of the method that makes the work."""
-        self.replayed.append(work.__qualname__.split(".")[1])
+        """Its name is that of the method that makes the work, with a word for the kernels of long contexts."""
+        long = getclosurevars(work).nonlocals.get("phase") == "long decode"
+        self.replayed.append(work.__qualname__.split(".")[1] + " long" * long)
 
-    def run(self, path: SamplingPath, *, decode: int, prefill: int, samples: int, scores: int = 0) -> list[str]:
+    def run(
+        self, path: SamplingPath, *, decode: int, prefill: int, samples: int, scores: int = 0, context: int = 0
+    ) -> list[str]:
+        """context: tokens in the cache of the rows that decode, all together."""
         self.replayed.clear()
         plan = self.rig.plan(
-            decode=[(slot, 1) for slot in range(decode)],
+            decode=[(slot, (context + slot) // decode) for slot in range(decode)],
             prefill=[Prefill(decode, 0, [1] * prefill)] if prefill else [],
         )._replace(scores=np.zeros((scores, 3), np.int32))
         assert plan.bucket == bucket_for(token_buckets(STEP_TOKENS), decode + prefill)
@@ -98,3 +115,47 @@ def test_steps_that_score_tokens_of_prompts_have_a_graph_more(tmp_path: Path) ->
     for scores, samples in ((1, 0), (8, 4)):
         replayed = notes.run(FULL, decode=3, prefill=9, samples=samples, scores=scores)
         assert replayed == ["_forward_work", "_score_work", "_finish_work"]
+
+
+# ------------------------------------------------------------------------------------------------------- long contexts
+
+TOKEN_BYTES = 2 * 32 * 4
+"""Of keys and values."""
+CAPACITY = 1 << 17
+TWO_LONG, ONE_LONG = ["_forward_work long", "_finish_work"], ["_decode_work long"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "long_bytes"), [(3, 57_000_000), (16, 57_000_000), (17, 100_000_000), (32, 100_000_000)]
+)
+def test_some_rows_have_graphs_of_their_own_from_so_many_bytes_of_context_on(
+    tmp_path: Path, rows: int, long_bytes: int
+) -> None:
+    notes = Notes(tmp_path, 32, capacity=CAPACITY)
+    least = -(-long_bytes // TOKEN_BYTES)
+    for path, usual, long in ((GREEDY, ONE, ONE_LONG), (SAMPLE, ONE, ONE_LONG), (FULL, TWO, TWO_LONG)):
+        assert notes.run(path, decode=rows, prefill=0, samples=rows, context=least - 1) == usual
+        assert notes.run(path, decode=rows, prefill=0, samples=rows, context=least) == long
+    assert notes.run(GREEDY, decode=rows, prefill=1, samples=rows, context=least) == TWO
+
+
+@pytest.mark.parametrize("rows", [1, 2, 33])
+def test_one_or_two_rows_and_many_have_the_same_graphs_for_any_context(tmp_path: Path, rows: int) -> None:
+    notes = Notes(tmp_path, 40, capacity=CAPACITY)
+    assert notes.run(GREEDY, decode=rows, prefill=0, samples=rows, context=rows * CAPACITY) == ONE
+
+
+@pytest.mark.parametrize(
+    ("capacity", "changes"),
+    [
+        (CAPACITY, {"head_dim": 16}),  # is not fused
+        (CAPACITY, {"architectures": ["MistralForCausalLM"], "sliding_window": 64}),
+        (4096, {}),  # which 32 rows cannot exceed
+    ],
+    ids=["not fused", "windows", "short"],
+)
+def test_other_engines_have_none(tmp_path: Path, capacity: int, changes: dict[str, Any]) -> None:
+    notes = Notes(tmp_path, 32, capacity=capacity, **changes)
+    assert notes.run(GREEDY, decode=32, prefill=0, samples=32, context=32 * CAPACITY) == ONE
+    usual = Notes(tmp_path, 32)
+    assert [len(kind) for kind in notes.step.works()] == [len(kind) for kind in usual.step.works()]

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support.device_engine import DeviceEngine, device_engine, greedy, random_prompts
+from support.long_steps import make_long_from
 from support.random_model import VOCAB_SIZE, write_config
 from support.reference_logits import ReferenceLogits
 
 from asyncengine.config import Device
 from asyncengine.sampling import SamplingParams
+from gpu_runner.device.graph_step import GraphStep, Phase
 from gpu_runner.kernels import launch
+from gpu_runner.schedule.plan import StepPlan
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -24,6 +28,8 @@ MAX_GAP = 0.05
 MAX_ERROR = 2e-2
 PROMPTS = random_prompts([1, 5, 16, 33, 47, 80, 2, 64], VOCAB_SIZE)
 """More than run at once, and longer than a step."""
+LONG_BYTES = 230 * 2 * 2 * 64 * 2
+"""Of 230 tokens; the first six prompts, with what comes of them, grow from 208 to 256 while all of them decode."""
 GREEDY = [greedy(NUM_TOKENS)] * len(PROMPTS)
 MIXED = [
     SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
@@ -97,6 +103,30 @@ def test_dependent_launch_leaves_the_best_tokens(
     monkeypatch.setattr(launch, "uses_pdl", lambda x: False)
     with device_engine(model, device=device, dtype="bfloat16", load_format="dummy") as without:
         assert_best(reference, PROMPTS, without.run(PROMPTS, GREEDY))
+
+
+@only_a_gpu
+def test_rows_whose_contexts_become_long_while_they_decode_get_the_best_tokens(
+    reference: ReferenceLogits, model: str, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_long_from(monkeypatch, LONG_BYTES)
+    phases: list[Phase] = []
+    choose = GraphStep._phase
+
+    def note(step: GraphStep, plan: StepPlan) -> Phase:
+        phases.append(choose(step, plan))
+        return phases[-1]
+
+    monkeypatch.setattr(GraphStep, "_phase", note)
+    with device_engine(model, device=device, dtype="bfloat16", load_format="dummy") as engine:
+        assert_best(reference, PROMPTS, engine.run(PROMPTS, GREEDY))
+        assert ("decode", "long decode") in pairwise(phases)
+        captured = engine.run_with_logits(PROMPTS, MIXED)
+    with device_engine(model, device=device, dtype="bfloat16", load_format="dummy", graphs=False) as uncaptured:
+        launched = uncaptured.run_with_logits(PROMPTS, MIXED)
+    for (tokens, logits), (same_tokens, same_logits) in zip(captured, launched, strict=True):
+        assert tokens == same_tokens
+        assert torch.equal(logits, same_logits)
 
 
 @pytest.mark.parametrize("caching", [True, False])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support.engine_core import EngineCore
+from support.long_steps import make_long_from
 from support.random_model import write_config
 from torch import Tensor
 
@@ -20,7 +23,7 @@ from gpu_runner.device.graph_step import GraphStep
 from gpu_runner.device.memory import allocate_kv_cache
 from gpu_runner.device.step import Step
 from gpu_runner.device.target import make_stream
-from gpu_runner.kernels.cuda_ops import CudaOps
+from gpu_runner.kernels.cuda_ops import CudaMeta, CudaOps
 from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.head_config import HeadConfig
 from gpu_runner.kernels.linear_config import DotConfig, LinearConfig, choose
@@ -104,7 +107,12 @@ def executor(model: str, ops: CudaOps | None) -> Executor:
     )
 
 
-def run(model: str, ops: CudaOps | None) -> EngineCore:
+def run(
+    model: str,
+    ops: CudaOps | None,
+    prompts: Sequence[np.ndarray] = PROMPTS,
+    params: Sequence[SamplingParams] = PARAMS,
+) -> EngineCore:
     device = executor(model, ops)
     device.masks.array.fill(0x55555555)
     core = EngineCore(
@@ -115,15 +123,25 @@ def run(model: str, ops: CudaOps | None) -> EngineCore:
         vocab_size=VOCAB,
         device=device,
     )
-    for rid, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
-        core.add_request(rid, prompt, params)
+    for rid, (prompt, request) in enumerate(zip(prompts, params, strict=True)):
+        core.add_request(rid, prompt, request)
     core.run()
     core.assert_nothing_held()
     device.close()
     return core
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels take tensors of the GPU here")
+def small_model(folder: Path, *, head_dim: int) -> str:
+    return write_config(
+        folder, vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=head_dim,
+    )  # fmt: skip
+
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels take tensors of the GPU here")
+
+
+@without_gpu
 @pytest.mark.parametrize(
     ("head", "ops"),
     [
@@ -137,10 +155,7 @@ def test_kernels_one_by_one_give_the_plain_steps_tokens(
     tmp_path: Path, head: HeadConfig | None, ops: CudaOps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graph_step, "choose_head", lambda *shape: head)
-    model = write_config(
-        tmp_path, vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16,
-    )  # fmt: skip
+    model = small_model(tmp_path, head_dim=16)
     kernels, plain = run(model, ops), run(model, None)
     assert kernels.outputs == plain.outputs
     assert [token % 2 for token in kernels.outputs[MASKED]] == [0] * 3
@@ -154,3 +169,25 @@ def test_kernels_one_by_one_give_the_plain_steps_tokens(
     values, same_values = (np.frombuffer(both.logprobs, np.float32) for both in (scored, same_scored))
     np.testing.assert_allclose(values, same_values, atol=1e-4)
     assert np.isnan(values).nonzero()[0].tolist() == [0]
+
+
+@without_gpu
+def test_rows_whose_contexts_become_long_while_they_decode_get_the_plain_steps_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token_bytes = 2 * 32 * 4
+    make_long_from(monkeypatch, 13 * token_bytes)
+    fused = []
+
+    def note(**meta: Any) -> CudaMeta:
+        if not meta["prefill"]:
+            fused.append(meta["fused_warps"] is not None)
+        return CudaMeta(**meta)
+
+    monkeypatch.setattr(graph_step, "CudaMeta", note)
+    model = small_model(tmp_path, head_dim=32)
+    prompts = [np.arange(3, 3 + length, dtype=np.int32) for length in (5, 6)]
+    params = [SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)] * 2
+    kernels, plain = run(model, CudaOps(), prompts, params), run(model, None, prompts, params)
+    assert fused == [True, False, False]  # with 11, 13 and 15 tokens in the cache
+    assert kernels.outputs == plain.outputs

@@ -132,8 +132,8 @@ def test_the_buffers_of_the_largest_cut_hold_every_other(kv_heads: int) -> None:
         device=torch.device("meta"),
     )  # fmt: skip
     for tokens in range(1, 601):
-        for prefill, fuses in product((False, True), repeat=2):
-            cut = choose_decode(tokens, prefill=prefill, fuses=fuses).cut
+        for prefill, fuses, long in product((False, True), repeat=3):
+            cut = choose_decode(tokens, prefill=prefill, fuses=fuses, long=long).cut
             work = largest.recut(cut)
             assert cut.programs <= LARGE_CUT.programs
             assert work.items is largest.items
@@ -183,15 +183,26 @@ def test_ragged_rows_are_cut_so_that_the_last_round_of_programs_ends_soonest(see
     assert sorted(item[0] for item in items if item[5] == 0) == list(range(rows))
 
 
+SIZES = (1, 2, 3, 16, 32, 64, 80)
+
+
 @pytest.mark.parametrize(
     ("fuses", "at_once", "warps"),
     [(True, [2, 2, 1, 1, 2, 0, 0], [4, 4, 8, 8, 4, None, None]), (False, [0] * 7, [None] * 7)],
 )
 def test_few_rows_take_the_fused_kernel_in_rounds(fuses: bool, at_once: list[int], warps: list[int | None]) -> None:
-    ways = [choose_decode(tokens, prefill=False, fuses=fuses) for tokens in (1, 2, 3, 16, 32, 64, 80)]
+    ways = [choose_decode(tokens, prefill=False, fuses=fuses) for tokens in SIZES]
     assert [way.cut.at_once // 132 for way in ways] == at_once
     assert [way.fused_warps for way in ways] == warps
     assert choose_decode(1, prefill=True, fuses=fuses) == DecodeWay(LARGE_CUT)
+
+
+def test_some_rows_with_long_contexts_take_the_kernels_of_many() -> None:
+    fused, apart = ([choose_decode(tokens, prefill=False, fuses=fuses) for tokens in SIZES] for fuses in (True, False))
+    long = [choose_decode(tokens, prefill=False, fuses=True, long=True) for tokens in SIZES]
+    assert [way.long_bytes for way in fused] == [None, None, 57_000_000, 57_000_000, 100_000_000, None, None]
+    assert long == apart
+    assert not any(way.long_bytes for way in apart)
 
 
 def test_an_empty_step_has_no_work() -> None:

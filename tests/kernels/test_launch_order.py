@@ -29,10 +29,10 @@ WIDE = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 1
     [
         ({}, ALWAYS | {FUSED}),
         (WINDOWS, ALWAYS | {FUSED}),
-        ({**WIDE, "head_dim": 128}, ALWAYS | {FUSED, HEADS}),
+        ({**WIDE, "head_dim": 128, "max_position_embeddings": 8192}, ALWAYS | {FUSED, HEADS}),
         ({"num_attention_heads": 16, "num_key_value_heads": 1}, ALWAYS),
     ],
-    ids=["small", "windows", "heads in the product", "a group too large to fuse"],
+    ids=["small", "windows", "heads in the product, long contexts", "a group too large to fuse"],
 )
 def test_between_writers_and_early_readers_stands_a_kernel_that_triggers_behind_its_wait(
     compiler: WithoutGpu, tmp_path: Path, fields: dict[str, Any], readers: set[str]

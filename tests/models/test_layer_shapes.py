@@ -10,6 +10,7 @@ import torch
 from shape_checks import HeadCheck
 from support.layer_shapes import LayerShape, layers_of
 from support.layer_steps import LayerSteps
+from support.long_steps import make_long_from
 from support.ragged_rows import RaggedRows
 from torch import Tensor
 
@@ -41,7 +42,7 @@ SHAPES = {
         hidden=64, inner=96, heads=2, kv_heads=1, head_dim=32, vocab=50, rope=ROPE, qk_norm=True, windows=(None, 18)
     ),
     "biases, a group of three": LayerShape(
-        hidden=48, inner=80, heads=3, kv_heads=1, head_dim=16, vocab=50, rope=ROPE, qkv_bias=True
+        hidden=48, inner=80, heads=3, kv_heads=1, head_dim=32, vocab=50, rope=ROPE, qkv_bias=True
     ),
 }
 
@@ -58,7 +59,8 @@ def ops(device: torch.device) -> CudaOps:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_steps_of_every_size_equal_the_reference(name: str) -> None:
+def test_steps_of_every_size_equal_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_long_from(monkeypatch, 1)
     layers = LayerSteps(layers_of(SHAPES[name]), ROWS, ops, device=CPU, dtype=torch.float32)
     for step in ROWS.steps():
         assert layers.wrongs(step, row_error=1e-5, value_error=1e-4) == []

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from asyncengine.config import PAGE_SIZE
-from gpu_runner.device.graph_step import GraphStep
+from gpu_runner.device.graph_step import GraphStep, Phase, Uncaptured
 from gpu_runner.device.host import usable_cores
 from gpu_runner.kernels import reference
 from gpu_runner.kernels.cuda_ops import CudaMeta, CudaOps
@@ -33,7 +33,6 @@ from gpu_runner.kernels.upload_layout import pack, upload_words
 from gpu_runner.models.config import ModelConfig
 from gpu_runner.models.decoder import Decoder, DecoderWeights
 from gpu_runner.models.weights import empty_weights
-from gpu_runner.schedule.buckets import token_buckets
 
 META = torch.device("meta")
 SHARPNESS = 1.5
@@ -126,23 +125,30 @@ class LayerSteps:
     @torch.inference_mode()
     def wrongs(self, step: RaggedStep, *, row_error: float, value_error: float) -> list[str]:
         """What the step leaves other than it should, in residuals, pages and scratch; the errors as of `differences`.
-        The next step is judged by itself."""
+        One that decodes is run once more as long ones are, where its bucket has those. The next step is judged by
+        itself."""
         batch = batch_of(self._rows, step, self._table, self._ids, self._device)
         kv_index = batch.meta.kv_index
         self._exact_cache[:, :, kv_index // PAGE_SIZE, :, kv_index % PAGE_SIZE] = torch.nan
         with patch.object(reference, "BLOCK_BYTES", GATHERED_BYTES), sdpa_kernel(SDPBackend.MATH):
             expected = self._reference.forward(batch.token_ids, batch.meta, self._exact_cache)
-        residual = self._run(step, batch)[: step.num_tokens]
         compare = partial(differences, row_error=row_error, value_error=value_error)
-        return [
-            *(f"{step}: residuals: {wrong}" for wrong in compare(residual, expected)),
-            *(f"{step}: {wrong}" for wrong in self._wrongs_of_pages(kv_index, compare)),
-            *(f"{step}: {wrong}" for wrong in self._wrongs_of_scratch()),
-        ]
+        phases: tuple[Phase, ...] = ("prefill",) if step.chunks else ("decode", "long decode")
+        wrongs = []
+        for phase in phases:
+            if phase == "long decode" and (step.bucket, phase) not in self._works:
+                continue
+            residual = self._run(step, batch, phase)[: step.num_tokens]
+            wrongs += [
+                *(f"{step}, {phase}: residuals: {wrong}" for wrong in compare(residual, expected)),
+                *(f"{step}, {phase}: {wrong}" for wrong in self._wrongs_of_pages(kv_index, compare)),
+                *(f"{step}, {phase}: {wrong}" for wrong in self._wrongs_of_scratch()),
+            ]
+        return wrongs
 
-    def _run(self, step: RaggedStep, batch: RaggedBatch) -> Tensor:
+    def _run(self, step: RaggedStep, batch: RaggedBatch, phase: Phase) -> Tensor:
         """The residuals, [bucket, hidden]."""
-        engine, work = self._works[step.bucket, bool(step.chunks)]
+        engine, work = self._works[step.bucket, phase]
         inputs = engine._inputs
         inputs.zero_()
         with self._graph.made(work) as graph:  # with inputs of no rows
@@ -205,17 +211,15 @@ class LayerSteps:
 
     def _forward_works(
         self, decoder: Decoder, kv_cache: Tensor, state: DeviceState
-    ) -> dict[tuple[int, bool], tuple[GraphStep, Callable[[], None]]]:
-        """By bucket and by whether rows may prefill; of odd sizes those of engines that have no larger steps."""
-        works = {}
+    ) -> dict[tuple[int, Phase], tuple[GraphStep, Callable[[], None]]]:
+        """By bucket and phase; of odd sizes those of engines that have no larger steps."""
+        works: dict[tuple[int, Phase], tuple[GraphStep, Callable[[], None]]] = {}
         for max_tokens in (*self._rows.odd_sizes, self._rows.max_tokens):
-            buckets = token_buckets(max_tokens)
             engine = self._graph_step(decoder, kv_cache, state, max_tokens)
-            prefill, decode, *_ = engine.works()
-            kinds = ((True, buckets, prefill), (False, buckets[: len(decode)], decode))
-            for prefills, of_kind, kind in kinds:
-                for bucket, (work, _) in zip(reversed(of_kind), kind, strict=True):
-                    works[bucket, prefills] = engine, work
+            for kind in engine.works():
+                for work, keep in kind:
+                    keep(Uncaptured(work))
+            works |= {key: (engine, graph.replay) for key, graph in engine._forward_graphs.items()}
         return works
 
     def _graph_step(self, decoder: Decoder, kv_cache: Tensor, state: DeviceState, max_tokens: int) -> GraphStep:
