@@ -40,7 +40,7 @@ _FUSED = (
 # `attention_decode` run on a multiprocessor at a time. That pays for a second launch, and for keys that wait until the
 # newest are written, once there are enough of them: in many rows, or in some long ones.
 _APART = (
-    (32, DecodeWay(RangeCut(4 * MULTIPROCESSORS, 256))),
+    (FEW_ROWS, DecodeWay(RangeCut(_MOST, 256, at_once=4 * MULTIPROCESSORS, start_keys=150))),
     (64, DecodeWay(RangeCut(4 * MULTIPROCESSORS, 512))),
 )
 _OTHERS = DecodeWay(LARGE_CUT)

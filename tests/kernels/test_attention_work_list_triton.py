@@ -188,9 +188,9 @@ SIZES = (1, 2, 3, 16, 32, 64, 80)
 
 @pytest.mark.parametrize(
     ("fuses", "at_once", "warps"),
-    [(True, [2, 2, 1, 1, 2, 0, 0], [4, 4, 8, 8, 4, None, None]), (False, [0] * 7, [None] * 7)],
+    [(True, [2, 2, 1, 1, 2, 0, 0], [4, 4, 8, 8, 4, None, None]), (False, [4] * 5 + [0, 0], [None] * 7)],
 )
-def test_few_rows_take_the_fused_kernel_in_rounds(fuses: bool, at_once: list[int], warps: list[int | None]) -> None:
+def test_few_rows_attend_in_rounds(fuses: bool, at_once: list[int], warps: list[int | None]) -> None:
     ways = [choose_decode(tokens, prefill=False, fuses=fuses) for tokens in SIZES]
     assert [way.cut.at_once // 132 for way in ways] == at_once
     assert [way.fused_warps for way in ways] == warps
