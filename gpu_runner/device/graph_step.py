@@ -8,8 +8,8 @@
 
 The first is for steps whose rows all decode and need nothing special: the host launches once, and there is no gap
 between two graphs. Where the plan is small, `step_meta` fetches it; where results are but tokens, `post_update`
-delivers them. The phase is whether rows prefill and, where other kernels attend to long contexts (`decode_way`), how
-long those of a step that decodes are.
+delivers them. The phase is whether rows prefill and, where other kernels attend to long contexts (`decode_way`),
+whether those of a step that only decodes are long.
 
 All that differs between steps of one size lies in device memory at fixed addresses: the uploaded plan, the state of
 the slots, the step's layout (`StepMeta`), the work lists. The score graph is replayed between the two by steps that
@@ -100,7 +100,15 @@ class GraphStep:
         self._token_buckets = token_buckets(max_step_tokens)
         self._row_buckets = token_buckets(max_rows)
         self._max_rows = max_rows
+        buckets = self._token_buckets[::-1]
+        largest = bucket_for(self._token_buckets, max_rows)
+        self._buckets: dict[Phase, Sequence[int]] = {
+            "prefill": buckets,
+            "decode": [bucket for bucket in buckets if bucket <= largest],
+        }
         self._long_from = self._find_long(model, dtype)
+        if self._long_from:
+            self._buckets["long decode"] = list(self._long_from)
         self._inputs = torch.zeros(upload_words, dtype=torch.int32, device=device)
         self._host_ring = HostRing.allocate(RING_DEPTH, device)
         self._meta = new_step_meta(max_rows=max_rows, max_tokens=max_step_tokens, device=device)
@@ -179,21 +187,15 @@ class GraphStep:
 
         Run on tensors without memory, they tell which kernels there are.
         """
-        decode: tuple[tuple[Phase, list[int]], ...] = (
-            ("decode", self._decode_buckets()),
-            ("long decode", list(self._long_from)),
-        )
-        kinds = [[self._forward_work(bucket, "prefill") for bucket in reversed(self._token_buckets)]]
-        for phase, buckets in decode:
-            kinds.append([self._forward_work(bucket, phase) for bucket in buckets])
+        kinds = [[self._forward_work(bucket, phase) for bucket in buckets] for phase, buckets in self._buckets.items()]
         variants: tuple[Variant, ...] = ("full", "filtered", "sample", "greedy")
         for variant in variants:
             kinds.append([self._finish_work(variant, rows) for rows in reversed(self._row_buckets)])
-        for variant, (phase, buckets) in product(DECODE_VARIANTS, decode):
-            kinds.append([self._decode_work(variant, bucket, phase) for bucket in buckets])
+        for variant, (phase, buckets) in product(DECODE_VARIANTS, self._buckets.items()):
+            if phase != "prefill":
+                kinds.append([self._decode_work(variant, bucket, phase) for bucket in buckets])
         kinds.append([self._score_work(rows) for rows in reversed(self._row_buckets)])
-        kinds.append([self._finish_work("none", 0)])
-        return [kind for kind in kinds if kind]
+        return [*kinds, [self._finish_work("none", 0)]]
 
     def drop_graphs(self) -> None:
         """Give up every graph, and with them what they took."""
@@ -220,20 +222,16 @@ class GraphStep:
             keep(graph)
             progress(done + 1, len(works))
 
-    def _decode_buckets(self) -> list[int]:
-        """Of steps that prefill nothing, the largest first."""
-        largest = bucket_for(self._token_buckets, self._max_rows)
-        return [bucket for bucket in reversed(self._token_buckets) if bucket <= largest]
-
     def _find_long(self, model: ModelConfig, dtype: torch.dtype) -> dict[int, int]:
-        """By token bucket, the largest first, the tokens of context from which on a step that decodes is long; without
-        buckets of which none can be. None is of models with windows, whose layers read less than the context."""
+        """By token bucket, the largest first: from how many tokens of context on, all rows together, a step that
+        decodes is long. Buckets whose rows cannot have so many are left out, and so are all of a model with windows,
+        whose layers read less than the context."""
         if any(model.layer_windows):
             return {}
         token_bytes = model.kv_bytes_per_token(dtype) // model.num_layers
         capacity = self._state.page_table.shape[1] * PAGE_SIZE
         long_from = {}
-        for bucket in self._decode_buckets():
+        for bucket in self._buckets["decode"]:
             long_bytes = choose_decode(bucket, prefill=False, fuses=self._fuses_attention).long_bytes
             if long_bytes is not None and long_bytes <= min(bucket, self._max_rows) * capacity * token_bytes:
                 long_from[bucket] = -(-long_bytes // token_bytes)

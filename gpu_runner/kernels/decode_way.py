@@ -21,7 +21,7 @@ class DecodeWay:
 # Up to so many tokens, from the output of `scripts/bench_kernels/attention_layer.py`, with 8 KV heads. A multiprocessor
 # has one program of eight warps of the fused kernel at a time, or two of four, which one or two rows with their short
 # ranges fill as well. A start, with the first keys' way from memory, is not hidden where the program is alone. Steps
-# are long from about where those of `_APART` are faster; with 100 MB and more it is by up to a quarter.
+# are long from about where the ways of `_APART` are faster, by up to a quarter from 100 MB on.
 _MOST = LARGE_CUT.programs
 _FUSED = (
     (2, DecodeWay(RangeCut(_MOST, 128, at_once=2 * MULTIPROCESSORS, start_keys=100), fused_warps=4)),
@@ -48,8 +48,8 @@ _OTHERS = DecodeWay(LARGE_CUT)
 
 def choose_decode(num_tokens: int, *, prefill: bool, fuses: bool, long: bool = False) -> DecodeWay:
     """For a step of `num_tokens` tokens, padding included. prefill: whether there may be rows that prefill. fuses:
-    whether `attention_fused` takes the model. long: whether the step reads the `long_bytes` of what this returns
-    otherwise."""
+    whether `attention_fused` takes the model. long: whether the step reads at least the `long_bytes` of the way that it
+    takes otherwise."""
     if prefill:
         return _OTHERS
     ways = (*(_FUSED if fuses and not long else ()), *_APART)

@@ -4,7 +4,8 @@
 
 context: cached tokens that decode rows attend to. pairs: of a prefill token and a token that it attends to, which is
 what makes a chunk far into a prompt dearer than one at its beginning. Steps with and without prefill run on different
-kernels, so each kind has bases of its own.
+kernels, so each kind has bases of its own. So do steps whose decode rows have long contexts, but these take about as
+long as the others where they begin.
 
 A bucket remembers what its own steps were like on average (time, context, pairs), and forgets only by newer ones: hours
 of decoding leave what is known of prefill as it was. The two slopes come of how a step differs from the average of its

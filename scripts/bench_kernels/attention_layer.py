@@ -37,17 +37,17 @@ MOST_WEIGHT_BYTES = 4e9
 EPS = 1e-6
 BASE = 1e6
 CONTEXTS = {
-    1: (256, 1000, 8000),
-    2: (256, 1000, 4000),
+    1: (256, 1000, 8000, 32000),
+    2: (256, 1000, 4000, 16000),
     4: (256, 1000, 4000),
     6: (1000, 4000),
     8: (256, 400, 1000, 4000),
     9: (4000,),
     12: (1000, 4000),
     16: (256, 400, 1000, 4000),
-    20: (1000, 4000),
+    20: (750, 1000, 4000),
     24: (500, 4000),
-    32: (256, 1000),
+    32: (256, 500, 1000),
     48: (1000,),
     64: (256, 1000),
     256: (256,),
@@ -185,17 +185,18 @@ def errors(shape: Shape, hidden: int, choices: list[Choice], case: Case) -> None
 
 def table(shape: Shape, hidden: int, choices: list[Choice], cases: list[Case]) -> None:
     print(
-        f"\n{shape.name}: us of attention in a layer; floor of KV bytes; keys of a warp x warps, programs to an SM / "
-        "least range"
+        f"\n{shape.name}: us of attention in a layer; MB of keys and values, and their floor; keys of a warp x warps, "
+        "programs to an SM / least range"
     )
-    print(f"{'':>12} {'linears':>8} {'floor':>6} " + " ".join(f"{choice.label:>11}" for choice in choices))
+    print(f"{'':>12} {'linears':>8} {'MB':>6} {'floor':>6} " + " ".join(f"{choice.label:>11}" for choice in choices))
     for case in cases:
         layers = Layers(shape, hidden, case, layers=LAYERS)
-        floor = sum(case.decode_lens) * shape.token_bytes / BYTES_PER_US
+        moved = sum(case.decode_lens) * shape.token_bytes
+        floor = moved / BYTES_PER_US
         alone = layers.time(None)
         times = [layers.time(choice) - alone for choice in choices]
         print(
-            f"{case.name:>12} {alone:8.2f} {floor:6.2f} " + " ".join(f"{us:11.2f}" for us in times)
+            f"{case.name:>12} {alone:8.2f} {moved / 1e6:6.1f} {floor:6.2f} " + " ".join(f"{us:11.2f}" for us in times)
             + f"   best {min(times):.2f}, {100 * floor / max(min(times), 1e-9):.0f} %",
             flush=True,
         )  # fmt: skip

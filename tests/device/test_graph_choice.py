@@ -136,6 +136,7 @@ def test_some_rows_have_graphs_of_their_own_from_so_many_bytes_of_context_on(
     for path, usual, long in ((GREEDY, ONE, ONE_LONG), (SAMPLE, ONE, ONE_LONG), (FULL, TWO, TWO_LONG)):
         assert notes.run(path, decode=rows, prefill=0, samples=rows, context=least - 1) == usual
         assert notes.run(path, decode=rows, prefill=0, samples=rows, context=least) == long
+    assert notes.run(GREEDY, decode=rows, prefill=0, samples=rows - 1, context=least) == TWO_LONG
     assert notes.run(GREEDY, decode=rows, prefill=1, samples=rows, context=least) == TWO
 
 

@@ -121,7 +121,9 @@ def test_rows_whose_contexts_become_long_while_they_decode_get_the_best_tokens(
     with device_engine(model, device=device, dtype="bfloat16", load_format="dummy") as engine:
         assert_best(reference, PROMPTS, engine.run(PROMPTS, GREEDY))
         assert ("decode", "long decode") in pairwise(phases)
+        phases.clear()
         captured = engine.run_with_logits(PROMPTS, MIXED)
+        assert {"decode", "long decode"} <= set(phases)
     with device_engine(model, device=device, dtype="bfloat16", load_format="dummy", graphs=False) as uncaptured:
         launched = uncaptured.run_with_logits(PROMPTS, MIXED)
     for (tokens, logits), (same_tokens, same_logits) in zip(captured, launched, strict=True):

@@ -61,7 +61,9 @@ def ops(device: torch.device) -> CudaOps:
 @pytest.mark.parametrize("name", SHAPES)
 def test_steps_of_every_size_equal_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make_long_from(monkeypatch, 1)
-    layers = LayerSteps(layers_of(SHAPES[name]), ROWS, ops, device=CPU, dtype=torch.float32)
+    config = layers_of(SHAPES[name])
+    layers = LayerSteps(config, ROWS, ops, device=CPU, dtype=torch.float32)
+    assert layers.has_long == (not any(config.layer_windows))
     for step in ROWS.steps():
         assert layers.wrongs(step, row_error=1e-5, value_error=1e-4) == []
 

@@ -122,6 +122,11 @@ class LayerSteps:
         self._state.last_token.copy_(torch.from_numpy(self._ids[: rows.num_slots]))
         self._works = self._forward_works(self._decoder, self._kv_cache, self._state)
 
+    @property
+    def has_long(self) -> bool:
+        """Whether there are steps that count as long."""
+        return any(phase == "long decode" for _, phase in self._works)
+
     @torch.inference_mode()
     def wrongs(self, step: RaggedStep, *, row_error: float, value_error: float) -> list[str]:
         """What the step leaves other than it should, in residuals, pages and scratch; the errors as of `differences`.
