@@ -20,19 +20,19 @@ class DecodeWay:
 
 # Up to so many tokens, from the output of `scripts/bench_kernels/attention_layer.py`, with 8 KV heads. A multiprocessor
 # has one program of eight warps of the fused kernel at a time, or two of four, which one or two rows with their short
-# ranges fill as well. A start, with the first keys' way from memory, is not hidden where the program is alone. Steps
-# are long from about where the ways of `_APART` are faster, by up to a quarter from 100 MB on.
+# ranges fill as well, however long they are. A start, with the first keys' way from memory, is not hidden where the
+# program is alone. Steps are long from about where the ways of `_APART` are faster: by up to a quarter further on.
 _MOST = LARGE_CUT.programs
 _FUSED = (
     (2, DecodeWay(RangeCut(_MOST, 128, at_once=2 * MULTIPROCESSORS, start_keys=100), fused_warps=4)),
     (
         16,
-        DecodeWay(RangeCut(_MOST, 512, at_once=MULTIPROCESSORS, start_keys=200), fused_warps=8, long_bytes=57_000_000),
+        DecodeWay(RangeCut(_MOST, 512, at_once=MULTIPROCESSORS, start_keys=200), fused_warps=8, long_bytes=40_000_000),
     ),
     (
         FEW_ROWS,
         DecodeWay(
-            RangeCut(_MOST, 512, at_once=2 * MULTIPROCESSORS, start_keys=100), fused_warps=4, long_bytes=100_000_000
+            RangeCut(_MOST, 512, at_once=2 * MULTIPROCESSORS, start_keys=100), fused_warps=4, long_bytes=65_000_000
         ),
     ),
 )

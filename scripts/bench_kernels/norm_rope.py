@@ -56,13 +56,15 @@ MODELS = (
 
 @dataclass(frozen=True)
 class Case:
-    """launch(i) runs on input set i; error() is that of a launch just done against the reference."""
+    """launch(i) runs on input set i; error() is that of a launch just done against the reference. read_by_address: what
+    launches read without holding it."""
 
     name: str
     moved_bytes: int
     sets: int
     launch: Callable[[int], object]
     error: Callable[[], float]
+    read_by_address: Tensor | None = None
 
 
 def rand(*shape: int) -> Tensor:
@@ -255,8 +257,8 @@ def step_cases(decode_rows: int, chunk: int, bucket: int) -> list[Case]:
 
     name = f"{decode_rows}+{chunk}"
     return [
-        Case(f"step_meta {name}", 4 * (used + 3 * bucket), 1, start, start_error),
-        Case(f"post_update {name}", 4 * 4 * num_slots, 1, end, end_error),
+        Case(f"step_meta {name}", 4 * (used + 3 * bucket), 1, start, start_error, host),
+        Case(f"post_update {name}", 4 * 4 * num_slots, 1, end, end_error, host),
     ]
 
 

@@ -126,7 +126,7 @@ TWO_LONG, ONE_LONG = ["_forward_work long", "_finish_work"], ["_decode_work long
 
 
 @pytest.mark.parametrize(
-    ("rows", "long_bytes"), [(3, 57_000_000), (16, 57_000_000), (17, 100_000_000), (32, 100_000_000)]
+    ("rows", "long_bytes"), [(3, 40_000_000), (16, 40_000_000), (17, 65_000_000), (32, 65_000_000)]
 )
 def test_some_rows_have_graphs_of_their_own_from_so_many_bytes_of_context_on(
     tmp_path: Path, rows: int, long_bytes: int
