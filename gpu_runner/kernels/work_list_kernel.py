@@ -160,10 +160,12 @@ def _quickest(
     WINDOW: tl.constexpr, ALIGN: tl.constexpr, MAX_SPLITS: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """Of the sizes that cut the longest row into 1 to MAX_SPLITS ranges, none below `least`, the largest of those by
-    which all programs have ended soonest: in rounds of as many as run at once, each as long as the longest range."""
+    which all programs have ended soonest: in rounds of as many as run at once, each as long as the longest range. They
+    are multiples of ALIGN."""
     row = tl.arange(0, FEW)
     _, begin, end = _visible(row, row < num_rows, row_start, kv_capacity, WINDOW, ALIGN)
     size = tl.maximum(tl.cdiv(longest, tl.arange(0, MAX_SPLITS) + 1), least)
+    size = tl.cdiv(size, ALIGN) * ALIGN
     even, splits, _ = _cut(begin[:, None], end[:, None], size[None, :], ALIGN)
     rounds = tl.cdiv(tl.sum(splits, axis=0) * kv_heads, at_once)
     time = rounds * (tl.max(even, axis=0) + start_keys)
@@ -172,7 +174,8 @@ def _quickest(
 
 @triton.jit
 def _cut(begin, end, size, ALIGN: tl.constexpr):
-    """Length and number of a row's ranges, and their rank by length, that of the longest 0."""
+    """Length and number of a row's ranges, and their rank by length, that of the longest 0. size: a multiple of ALIGN,
+    so that none is longer."""
     # The same number of ranges, or fewer, of equal size.
     even = tl.maximum(tl.cdiv(end - begin, tl.maximum(tl.cdiv(end - begin, size), 1)), 1)
     even = tl.cdiv(even, ALIGN) * ALIGN

@@ -100,8 +100,13 @@ class Layers:
         self.ops = CudaOps.for_weights(shapes, max_tokens=rows, device=DEVICE)
 
     def work(self, choice: Choice) -> WorkList:
+        """Raises RuntimeError if it leaves keys out."""
         work = self.step.work(choice.cut)
         self.step.build(work)
+        items = work.items[: int(work.lengths[0])]
+        listed, keys = int((items[:, 3] - items[:, 2]).sum()), int((self.step.starts + 1).sum())
+        if listed != keys:
+            raise RuntimeError(f"{choice.label} lists {listed} of {keys} keys")
         return work
 
     def attend(self, qkv: Tensor, kv_layer: Tensor, work: WorkList, choice: Choice) -> Tensor:

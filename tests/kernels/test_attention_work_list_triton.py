@@ -34,14 +34,15 @@ def build(
     cut: RangeCut | None = None,
     window: int | None = None,
     tile_rows: int = 16,
+    kv_heads: int = 2,
 ) -> WorkList:
-    """For 2 KV heads of 2 query heads each: `target_programs` / 2 items unless `cut` says more, `tile_rows` / 2 tokens
-    a tile."""
+    """For KV heads of 2 query heads each: `target_programs` / `kv_heads` items unless `cut` says more, `tile_rows` / 2
+    tokens a tile."""
     lengths = [1] * len(decode_lens) + [length for _, length in chunks]
     num_rows, num_tokens = len(lengths), sum(lengths)
     work = allocate_work_list(
-        max_rows=max_rows, max_tokens=max(max_rows, num_tokens), num_heads=4, num_kv_heads=2, head_dim=16,
-        window=window, device=DEVICE, tile_rows=tile_rows,
+        max_rows=max_rows, max_tokens=max(max_rows, num_tokens), num_heads=2 * kv_heads, num_kv_heads=kv_heads,
+        head_dim=16, window=window, device=DEVICE, tile_rows=tile_rows,
         cut=cut or RangeCut(target_programs, SPLIT_STEP),
     )  # fmt: skip
     work.items.fill_(-7)
@@ -173,7 +174,7 @@ def test_ragged_rows_are_cut_so_that_the_last_round_of_programs_ends_soonest(see
         return sum(map(cdiv, lens, even)), max(even)
 
     least = max(cdiv(sum(lens), 264 // 2), 512)
-    sizes = {max(cdiv(max(lens), splits), least) for splits in range(1, MAX_SPLITS + 1)}
+    sizes = {64 * cdiv(max(cdiv(max(lens), splits), least), 64) for splits in range(1, MAX_SPLITS + 1)}
     ends = {size: cdiv(2 * cut(size)[0], 33) * (cut(size)[1] + 200) for size in sizes}
     best = max(size for size in sizes if ends[size] == min(ends.values()))
     work = build(lens, [], max_rows=40, cut=AT_ONCE)
@@ -181,6 +182,42 @@ def test_ragged_rows_are_cut_so_that_the_last_round_of_programs_ends_soonest(see
     assert len(items) == cut(best)[0] <= work.decode_items(rows)
     assert max(item[3] - item[2] for item in items) <= cut(best)[1]
     assert sorted(item[0] for item in items if item[5] == 0) == list(range(rows))
+
+
+def test_rows_whose_best_size_is_none_of_the_ranges_are_listed() -> None:
+    cut = RangeCut(264, split_step=128, at_once=64, start_keys=100)
+    # 3 ranges of 267, 4 of 200 and 5 of 160 become 320, 256 and 192 long; 4 in each row are one round, and end first.
+    work = build([800, 800], [], max_rows=2, cut=cut, kv_heads=8)
+    assert [item[:4] for item in items_of(work)] == [
+        [row, 100 + row, first, min(first + 256, 800)] for row in range(2) for first in range(0, 800, 256)
+    ]
+
+
+def served_cuts() -> dict[RangeCut, int]:
+    """With the most rows that they are for, of those that are cut with an eye to rounds."""
+    sizes = product(range(1, FEW_ROWS + 1), (False, True))
+    ways = {choose_decode(tokens, prefill=False, fuses=fuses).cut: tokens for tokens, fuses in sizes}
+    return {cut: tokens for cut, tokens in ways.items() if cut.at_once}
+
+
+@pytest.mark.parametrize("kv_heads", [1, 8, 32, 64])
+def test_every_key_is_listed_once_however_rows_are_cut(kv_heads: int) -> None:
+    generator = torch.Generator().manual_seed(kv_heads)
+
+    def random(most: int, size: int = 1) -> list[int]:
+        return torch.randint(1, most + 1, (size,), generator=generator).tolist()
+
+    for cut, most_rows in served_cuts().items():
+        for longest in (300, 700, 1500, 9000):
+            for equal in (False, True, True):
+                rows = random(most_rows)[0]
+                lens = random(longest) * rows if equal else random(longest, rows)
+                items = sorted(items_of(build(lens, [], max_rows=most_rows, cut=cut, kv_heads=kv_heads)))
+                covered = [0] * rows
+                for row, _, first, end, *_ in items:
+                    assert first == covered[row] < end
+                    covered[row] = end
+                assert covered == lens
 
 
 SIZES = (1, 2, 3, 16, 32, 64, 80)
