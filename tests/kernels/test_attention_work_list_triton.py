@@ -212,7 +212,11 @@ def test_every_key_is_listed_once_however_rows_are_cut(kv_heads: int) -> None:
             for equal in (False, True, True):
                 rows = random(most_rows)[0]
                 lens = random(longest) * rows if equal else random(longest, rows)
-                items = sorted(items_of(build(lens, [], max_rows=most_rows, cut=cut, kv_heads=kv_heads)))
+                work = build(lens, [], max_rows=most_rows, cut=cut, kv_heads=kv_heads)
+                items = sorted(items_of(work))
+                partial = [item[4] + item[5] for item in items if item[6] > 1]
+                assert partial == list(range(len(partial)))
+                assert len(partial) <= len(work.partial_out)
                 covered = [0] * rows
                 for row, _, first, end, *_ in items:
                     assert first == covered[row] < end
