@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can tell, in one command: tests, kernel and step benchmarks, idle gaps, a serving run, and
-# the kernels under compute-sanitizer. On an H200 it takes about half an hour, and with QUICK=1 about 10
-# minutes.
+# the kernels under compute-sanitizer. It takes tens of minutes; QUICK=1 is for a first look.
 #
 #     scripts/gpu_check.sh [PART ...]
 #
