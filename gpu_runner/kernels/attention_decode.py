@@ -9,16 +9,22 @@ base-2 logarithm of its weight, and the one that arrives last merges them: no se
                        | range 2 ..... partial, arrived 2 |
 
 `arrived` is zero again when the kernel ends, so every layer and step finds it so.
+
+Where every row decodes, the kernel can make its queries, and the newest key and value, of the qkv product itself, as
+`attention_fused` does. Then no program reads the newest key from memory: the one with the row's last range begins its
+softmax with it, and writes it and its value to their page, for later steps.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpu_runner.kernels.attention_heads import begin_with_newest, gains_of, turn_of
 from gpu_runner.kernels.attention_parts import LOG2_E, merge_partials, nearest_own, prefetch_pages
 from gpu_runner.kernels.launch import launch_options, on_gpu
 from gpu_runner.kernels.work_list import ITEM_WORDS, MAX_SPLITS, MULTIPROCESSORS, WorkList
@@ -27,6 +33,8 @@ DOT_ROWS = 16
 """The fewest rows of a tensor-core product: query heads of a group are padded to it."""
 MAX_LEVEL_PROGRAMS = 12 * MULTIPROCESSORS
 """Up to here it pays that multiprocessors have equally many at a time; beyond, that they have more."""
+MAX_STREAMED_GROUP = DOT_ROWS
+"""Query heads of a KV head that `streamed_decode_attention` takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +85,78 @@ def decode_attention(
     kernel launched just before this one starts, as all have that run before a kernel which lets the next one start
     behind its own wait only.
     """
-    num_tokens, num_heads, head_dim = q.shape
+    _launch(q, kv_layer, out, work, counts=counts, page_table=page_table, scale=scale, tiling=tiling)
+
+
+def streamed_decode_attention(
+    qkv: Tensor,
+    kv_layer: Tensor,
+    out: Tensor,
+    work: WorkList,
+    *,
+    positions: Tensor,
+    kv_index: Tensor,
+    counts: Tensor,
+    page_table: Tensor,
+    rotation: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    scale: float,
+    tiling: DecodeTiling | None = None,
+) -> None:
+    """What `fused_decode_attention` does, with the keys and values of earlier steps streamed as `decode_attention`
+    streams them: for steps that have many of them.
+
+    As there, but for these: ValueError unless `can_stream`; keys before the newest are read behind the wait, though
+    asked for before it.
+    """
+    num_heads, num_kv_heads = out.shape[1], kv_layer.shape[2]
+    if not can_stream(kv_layer, num_heads):
+        raise ValueError(
+            f"{num_heads} query heads share {num_kv_heads} KV heads in {kv_layer.dtype}; at most {MAX_STREAMED_GROUP} "
+            "may share one, of two bytes on a GPU"
+        )
+    _launch(
+        *(qkv, kv_layer, out, work),
+        counts=counts,
+        page_table=page_table,
+        scale=scale,
+        tiling=tiling,
+        positions=positions,
+        kv_index=kv_index,
+        rotation=rotation,
+        num_positions=len(rotation),
+        q_norm=q_norm,
+        k_norm=k_norm,
+        eps=eps,
+    )
+
+
+def can_stream(kv: Tensor, num_heads: int) -> bool:
+    """Whether `streamed_decode_attention` takes keys and values [..., num_kv_heads, page_size, head_dim]."""
+    return num_heads <= MAX_STREAMED_GROUP * kv.shape[-3] and (kv.element_size() == 2 or not on_gpu(kv))
+
+
+def _launch(
+    source: Tensor,
+    kv_layer: Tensor,
+    out: Tensor,
+    work: WorkList,
+    *,
+    counts: Tensor,
+    page_table: Tensor,
+    scale: float,
+    tiling: DecodeTiling | None,
+    **of_qkv: Any,
+) -> None:
+    """source: queries, or, if the kernel is told `of_qkv` what it needs for that, the qkv product."""
+    num_tokens, num_heads, head_dim = out.shape
     _, _, num_kv_heads, page_size, _ = kv_layer.shape
-    tiling = tiling or decode_tiling(num_tokens * num_kv_heads, head_dim, q.element_size())
+    tiling = tiling or decode_tiling(num_tokens * num_kv_heads, head_dim, out.element_size())
     group = num_heads // num_kv_heads
     _decode_kernel[(work.decode_items(num_tokens) * num_kv_heads,)](
-        q,
+        source,
         kv_layer,
         out,
         page_table,
@@ -105,16 +179,17 @@ def decode_attention(
         STAGES=tiling.num_stages,
         ITEM_WORDS=ITEM_WORDS,
         MAX_SPLITS=MAX_SPLITS,
-        PREFETCH_PAGES=tiling.prefetch_pages if on_gpu(q) else 0,
+        PREFETCH_PAGES=tiling.prefetch_pages if on_gpu(out) else 0,
         PREFETCH_LANES=32 * tiling.num_warps,
         num_stages=tiling.num_stages,
-        **launch_options(q, tiling.num_warps),
+        **of_qkv,
+        **launch_options(out, tiling.num_warps),
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_positions"])
 def _decode_kernel(
-    q,
+    source,  # queries, or the qkv product if `positions` and what follows it are given
     kv,
     out,
     page_table,
@@ -140,7 +215,15 @@ def _decode_kernel(
     PREFETCH_PAGES: tl.constexpr,
     PREFETCH_LANES: tl.constexpr,
     PDL: tl.constexpr,
+    positions=None,
+    kv_index=None,
+    rotation=None,
+    num_positions=None,
+    q_norm=None,
+    k_norm=None,
+    eps=None,
 ):
+    OF_QKV: tl.constexpr = positions is not None
     index = tl.program_id(0) // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
     head_rows = tl.arange(0, GROUP_ROWS)
@@ -159,11 +242,24 @@ def _decode_kernel(
     splits = tl.load(word + 6, mask=live, other=0)
     seen_from = tl.load(word + 7, mask=live, other=0)
     table = page_table + slot.to(tl.int64) * table_stride
+    stop, streams = end, live
+    if OF_QKV:
+        own_position = tl.load(positions + row, mask=live, other=0)
+        index_in_kv = tl.load(kv_index + row, mask=live, other=0).to(tl.int64)
+        cell = kv + (((index_in_kv // PAGE) * KV_HEADS + kv_head) * PAGE + index_in_kv % PAGE) * HEAD_DIM
+        # The newest key is not in its page yet.
+        end = tl.minimum(end, own_position)
+        stop = tl.where(seen_from < end, end, first)
+        streams = first < stop
+        dim = lane[None, :]
+        far = (dim + HEAD_DIM // 2) % HEAD_DIM
+        turn = turn_of(rotation, own_position, num_positions, dim, HEAD_DIM)
+        q_gains, k_gains = gains_of(q_norm, dim, far), gains_of(k_norm, dim, far)
     if PREFETCH_PAGES > 0:
         prefetch_pages(
             table, first, end, kv, value_offset, kv_head, KV_HEADS, HEAD_DIM, PAGE, PREFETCH_PAGES, PREFETCH_LANES
         )
-    page = tl.load(table + nearest_own(first + key, seen_from, end) // PAGE, mask=live, other=0)
+    page = tl.load(table + nearest_own(first + key, seen_from, end) // PAGE, mask=streams, other=0)
     first_padding = tl.load(counts + 2) + index
     if PDL:
         # Without work a program may end before the kernel before does, but not all of them.
@@ -180,11 +276,18 @@ def _decode_kernel(
 
     if live:
         in_row = (row * heads + head)[:, None] * HEAD_DIM + lane[None, :]
-        query = tl.load(q + in_row, mask=member, other=0.0)
-        largest = tl.full((GROUP_ROWS,), -1.0e30, tl.float32)
-        weight = tl.zeros((GROUP_ROWS,), tl.float32)
-        total = tl.zeros((GROUP_ROWS, HEAD_DIM), tl.float32)
-        for tile in tl.range(first, end, BLOCK, num_stages=STAGES):
+        if OF_QKV:
+            token_qkv = source + row.to(tl.int64) * ((heads + 2 * KV_HEADS) * HEAD_DIM)
+            query, largest, weight, total = begin_with_newest(
+                token_qkv, cell, value_offset, kv_head, split == splits - 1, dim, far, turn, q_gains,
+                k_gains, eps, scale_log2, KV_HEADS, GROUP, GROUP_ROWS, HEAD_DIM, q_norm is not None,
+            )  # fmt: skip
+        else:
+            query = tl.load(source + in_row, mask=member, other=0.0)
+            largest = tl.full((GROUP_ROWS,), -1.0e30, tl.float32)
+            weight = tl.zeros((GROUP_ROWS,), tl.float32)
+            total = tl.zeros((GROUP_ROWS, HEAD_DIM), tl.float32)
+        for tile in tl.range(first, stop, BLOCK, num_stages=STAGES):
             position = nearest_own(tile + key, seen_from, end)
             line = (page.to(tl.int64) * KV_HEADS + kv_head) * PAGE + (position & (PAGE - 1))
             place = kv + line[:, None] * HEAD_DIM + lane[None, :]

@@ -26,10 +26,10 @@ from gpu_runner.kernels.attention_fused_parts import (
     both_weights,
     load_keys,
     load_values,
-    normed_and_rotated,
     pages_of,
     query_operand,
 )
+from gpu_runner.kernels.attention_heads import gains_of, normed_and_rotated, turn_of
 from gpu_runner.kernels.attention_parts import LOG2_E, merge_partials
 from gpu_runner.kernels.launch import launch_options, on_gpu
 from gpu_runner.kernels.work_list import ITEM_WORDS, MAX_SPLITS, WorkList
@@ -226,13 +226,9 @@ def _fused_kernel(
         in_group = tl.arange(0, 8) % GROUP_ROWS
         dim = tl.arange(0, HEAD_DIM)[None, :] + tl.zeros((8, 1), tl.int32)
         far = (dim + HALF) % HEAD_DIM
-        turn = rotation + tl.minimum(position, num_positions - 1).to(tl.int64) * HEAD_DIM + dim % HALF
-        cos, sin = tl.load(turn), tl.load(turn + HALF)
-        sin = tl.where(dim < HALF, -sin, sin)
-        q_weight, far_q_weight, k_weight, far_k_weight = 0.0, 0.0, 0.0, 0.0
-        if HAS_NORM:
-            q_weight, far_q_weight = tl.load(q_norm + dim), tl.load(q_norm + far)
-            k_weight, far_k_weight = tl.load(k_norm + dim), tl.load(k_norm + far)
+        cos, sin = turn_of(rotation, position, num_positions, dim, HEAD_DIM)
+        q_weight, far_q_weight = gains_of(q_norm, dim, far)
+        k_weight, far_k_weight = gains_of(k_norm, dim, far)
         # The merged sums: copy of the group, query head, what lanes hold of a copy's part, lane.
         PARTS: tl.constexpr = HEAD_DIM // (8 * COPIES)
         copy = tl.arange(0, COPIES)[:, None, None, None]

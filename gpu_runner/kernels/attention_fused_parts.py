@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 
 from gpu_runner.kernels.attention_parts import nearest_own
-from gpu_runner.kernels.norm_rope import rounded_scale
 
 
 @triton.jit
@@ -109,18 +108,3 @@ def attend_tile(query, key, value, tile, seen_from, old_end, scale_log2, largest
 def both_weights(largest, weight, other_largest, other_weight):
     top = tl.maximum(largest, other_largest)
     return top, weight * tl.exp2(largest - top) + other_weight * tl.exp2(other_largest - top)
-
-
-@triton.jit
-def normed_and_rotated(
-    source, far_source, weight, far_weight, cos, sin, eps,
-    HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """Heads, [rows, HEAD_DIM], rounded where `qk_norm_rope_write` rounds. far: what each dimension is rotated with, of
-    the other half. sin: negative in the first half."""
-    near, far = source.to(tl.float32), far_source.to(tl.float32)
-    if HAS_NORM:
-        root = tl.rsqrt(tl.sum(near * near, axis=1, keep_dims=True) / HEAD_DIM + eps)
-        near = rounded_scale(near * root, weight, dtype)
-        far = rounded_scale(far * root, far_weight, dtype)
-    return (near * cos + far * sin).to(dtype)

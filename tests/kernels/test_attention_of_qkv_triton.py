@@ -1,4 +1,5 @@
-"""The fused decode attention against the references of its parts and softmax in float64, on the GPU or interpreted."""
+"""Decode attention of the qkv product, with keys and values in registers or streamed, against the references of its
+parts and softmax in float64, on the GPU or interpreted."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from support.attention_step import PAGE, exact_attention, make_step
 from torch import Tensor
 
 from gpu_runner.kernels import reference
+from gpu_runner.kernels.attention_decode import DecodeTiling, can_stream, decode_tiling, streamed_decode_attention
 from gpu_runner.kernels.attention_fused import FusedTiling, can_fuse, fused_decode_attention, fused_tiling
 from gpu_runner.kernels.decode_way import choose_decode
 from gpu_runner.kernels.work_list import RangeCut, WorkList, allocate_work_list
@@ -22,6 +24,11 @@ TOLERANCE = 1e-2 if ON_GPU else 1e-5
 POISON = -7.0
 BORDERS = [1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100]
 EPS = 1e-6
+
+Tiling = FusedTiling | DecodeTiling
+"""Of the kernel that is meant; a number stands for its warps."""
+STREAMED = DecodeTiling(block_tokens=32, num_warps=1, num_stages=3, prefetch_pages=2)
+BOTH = pytest.mark.parametrize("tiling", [8, STREAMED], ids=["fused", "streamed"])
 
 
 class Case:
@@ -93,22 +100,26 @@ class Case:
         rotated = replace(step, q=torch.cat([q, step.q[rows:]]), keys=keys, values=values)
         return exact_attention(rotated, scale=self.scale, window=self.work.window)
 
-    def launch(self, out: Tensor, tiling: FusedTiling | None = None, **options: Any) -> None:
-        fused_decode_attention(
-            self.qkv, self.step.kv_layer, out, self.work, positions=self.positions, kv_index=self.kv_index,
-            counts=self.step.counts, page_table=self.step.page_table, rotation=self.rotation, q_norm=self.norms[0],
-            k_norm=self.norms[1], eps=EPS, scale=self.scale, tiling=tiling or self.tiling(8), **options,
-        )  # fmt: skip
+    def launch(self, out: Tensor, tiling: Tiling | int) -> None:
+        if isinstance(tiling, int):
+            tiling = fused_tiling(tiling, self.step.q.shape[2] * self.qkv.element_size())
+        tensors = (self.qkv, self.step.kv_layer, out, self.work)
+        options: dict[str, Any] = {
+            "positions": self.positions, "kv_index": self.kv_index, "counts": self.step.counts,
+            "page_table": self.step.page_table, "rotation": self.rotation, "q_norm": self.norms[0],
+            "k_norm": self.norms[1], "eps": EPS, "scale": self.scale,
+        }  # fmt: skip
+        if isinstance(tiling, DecodeTiling):
+            streamed_decode_attention(*tensors, tiling=tiling, **options)
+        else:
+            fused_decode_attention(*tensors, tiling=tiling, **options)
 
-    def tiling(self, num_warps: int) -> FusedTiling:
-        return fused_tiling(num_warps, self.step.q.shape[2] * self.qkv.element_size())
-
-    def run(self, tiling: FusedTiling | None = None) -> Tensor:
+    def run(self, tiling: Tiling | int) -> Tensor:
         out = torch.full_like(self.step.q, POISON)
         self.launch(out, tiling)
         return out
 
-    def check(self, tiling: FusedTiling | None = None, tolerance: float = TOLERANCE) -> None:
+    def check(self, tiling: Tiling | int, tolerance: float = TOLERANCE) -> None:
         """Every element of the output and of the pages, and that the kernel left no arrival behind."""
         out = self.run(tiling).cpu().to(torch.float64)
         rows = self.step.num_decode_rows
@@ -121,14 +132,30 @@ class Case:
         assert not bool(self.work.arrived.any())
 
 
+SHAPES = [
+    (2, 2, 64, True),
+    (4, 2, 128, False),
+    (6, 2, 64, False),
+    (4, 1, 128, True),
+    (8, 1, 64, True),
+    (5, 1, 32, True),
+]
+LARGE_SHAPES = [(9, 1, 64, False), (16, 1, 128, True), (2, 1, 256, True)]
+
+
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "normed"),
-    [(2, 2, 64, True), (4, 2, 128, False), (6, 2, 64, False), (4, 1, 128, True), (8, 1, 64, True), (5, 1, 32, True)],
+    ("heads", "kv_heads", "head_dim", "normed", "tiling"),
+    [
+        *((*shape, tiling) for shape in SHAPES for tiling in (8, STREAMED)),
+        *((*each, STREAMED) for each in LARGE_SHAPES),
+    ],
 )
-def test_rows_at_page_and_tile_borders_equal_the_parts(heads: int, kv_heads: int, head_dim: int, normed: bool) -> None:
+def test_rows_at_page_and_tile_borders_equal_the_parts(
+    heads: int, kv_heads: int, head_dim: int, normed: bool, tiling: Tiling | int
+) -> None:
     Case(
         BORDERS, heads=heads, kv_heads=kv_heads, head_dim=head_dim, max_rows=16, padding=3, normed=normed
-    ).check()  # fmt: skip
+    ).check(tiling)  # fmt: skip
 
 
 MIXED = [1, 513, 64, 130, 641, 65]
@@ -141,9 +168,13 @@ MIXED = [1, 513, 64, 130, 641, 65]
         (FusedTiling(16, 2), MIXED, 1),
         (FusedTiling(32, 1), MIXED, 1),
         (FusedTiling(32, 8), MIXED, 2),
+        (replace(STREAMED, block_tokens=16), [700], 1),
+        (replace(STREAMED, block_tokens=16), MIXED, 1),
+        (STREAMED, MIXED, 2),
+        (replace(STREAMED, block_tokens=128), MIXED, 2),
     ],
 )
-def test_rows_in_many_ranges_are_merged(tiling: FusedTiling, lens: list[int], kv_heads: int) -> None:
+def test_rows_in_many_ranges_are_merged(tiling: Tiling, lens: list[int], kv_heads: int) -> None:
     case = Case(lens, heads=3 * kv_heads, kv_heads=kv_heads, head_dim=64, max_rows=6, target_programs=16 * kv_heads)
     items = case.work.items[: int(case.work.lengths[0])]
     assert int(items[:, 6].max()) >= 6
@@ -155,14 +186,15 @@ def test_rows_in_many_ranges_are_merged(tiling: FusedTiling, lens: list[int], kv
 @pytest.mark.parametrize(("group", "head_dim"), [(5, 64), (6, 64), (7, 64), (7, 128), (3, 32), (7, 32)])
 def test_groups_of_any_number_of_heads_are_merged_too(group: int, head_dim: int) -> None:
     """Of which some are not a power of two, nor a multiple of the heads that are merged at a time."""
-    for tiling in (FusedTiling(16, 4), FusedTiling(32, 8)):
+    for tiling in (FusedTiling(16, 4), FusedTiling(32, 8), STREAMED):
         case = Case([1, 530, 65], heads=2 * group, kv_heads=2, head_dim=head_dim, max_rows=3, target_programs=16)
         assert int(case.work.items[:, 6].max()) > 1
         case.check(tiling)
 
 
+@pytest.mark.parametrize("tiling", [FusedTiling(16, 2), replace(STREAMED, block_tokens=16), STREAMED])
 @pytest.mark.parametrize("window", [1, 16, 50, 64, 200])
-def test_a_window_hides_all_earlier_keys(window: int) -> None:
+def test_a_window_hides_all_earlier_keys(window: int, tiling: Tiling) -> None:
     lens = [1, 16, 17, 64, 65, 290]
     case = Case(lens, heads=4, kv_heads=2, head_dim=64, max_rows=7, window=window)
     step = case.step
@@ -172,45 +204,55 @@ def test_a_window_hides_all_earlier_keys(window: int) -> None:
         pages = step.page_table[int(step.row_slot[row]), :gone].to(torch.int64)
         step.kv_layer[:, pages] = torch.nan
         case.expected_kv[:, pages] = torch.nan
-    case.check(FusedTiling(16, 2))
+    case.check(tiling)
 
 
-def test_the_key_of_a_row_that_has_ended_goes_to_the_dummy_page() -> None:
+@BOTH
+def test_the_key_of_a_row_that_has_ended_goes_to_the_dummy_page(tiling: Tiling | int) -> None:
     case = Case([49, 20, 33], heads=2, kv_heads=1, head_dim=64, max_rows=4, padding=1, done=(0, 2))
-    case.check()
+    case.check(tiling)
     assert int(case.step.kv_layer[:, 0].isfinite().sum()) == 2 * 1 * 64  # both at the first place
 
 
-def test_a_row_past_its_last_page_reads_no_further_than_its_table() -> None:
+@BOTH
+def test_a_row_past_its_last_page_reads_no_further_than_its_table(tiling: Tiling | int) -> None:
     case = Case([33, 20], heads=2, kv_heads=1, head_dim=64, max_rows=2, done=(0,))
     case.step = replace(case.step, page_table=case.step.page_table[:, :2].contiguous())
     case.build(case.work)
     assert int(case.work.items[0, 3]) == 32
-    case.check()
+    case.check(tiling)
 
 
+@BOTH
 @pytest.mark.parametrize("padding", [1, 40])
-def test_a_step_without_rows_writes_its_padding_only(padding: int) -> None:
+def test_a_step_without_rows_writes_its_padding_only(padding: int, tiling: Tiling | int) -> None:
     case = Case([5], heads=2, kv_heads=1, head_dim=64, max_rows=3, padding=padding - 1, target_programs=2)
     case.step.counts.zero_()
     case.build(case.work)
     before = case.step.kv_layer.clone()
-    assert bool((case.run() == 0).all())
+    assert bool((case.run(tiling) == 0).all())
     torch.testing.assert_close(case.step.kv_layer, before, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(("heads", "head_dim"), [(9, 32), (2, 16)])
-def test_heads_that_do_not_fit_a_tensor_core_product_are_refused(heads: int, head_dim: int) -> None:
-    case = Case([5], heads=8, kv_heads=1, head_dim=head_dim, max_rows=1)
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "tiling", "refused"),
+    [(9, 32, 8, "of 32 dimensions"), (2, 16, 8, "of 16 dimensions"), (17, 64, STREAMED, "in torch.float32")],
+)
+def test_heads_that_do_not_fit_a_tensor_core_product_are_refused(
+    heads: int, head_dim: int, tiling: Tiling | int, refused: str
+) -> None:
+    case = Case([5], heads=8, kv_heads=1, head_dim=head_dim, max_rows=1, dtype=torch.float32)
     case.step = replace(case.step, q=torch.zeros(1, heads, head_dim, device=DEVICE))
-    with pytest.raises(ValueError, match=f"{heads} query heads share 1 KV heads of {head_dim} dimensions"):
-        case.run()
+    with pytest.raises(ValueError, match=f"{heads} query heads share 1 KV heads {refused}"):
+        case.run(tiling)
 
 
-def test_a_gpus_kernel_takes_no_float32() -> None:
+def test_a_gpus_kernels_take_no_float32() -> None:
     keys = torch.empty(4, 8, 16, 128, device="meta", dtype=torch.bfloat16)
     assert can_fuse(keys, 16)
     assert not can_fuse(keys.float(), 16)
+    assert can_stream(keys, 128)
+    assert not can_stream(keys.float(), 128)
 
 
 LONGEST = 3000 if ON_GPU else 150
@@ -230,25 +272,41 @@ def test_rows_are_right_as_steps_cut_and_tile_them(heads: int, kv_heads: int, he
     assert way.fused_warps is not None
     case.work = case.work.recut(way.cut)
     case.build(case.work)
-    case.check(case.tiling(way.fused_warps))
+    case.check(way.fused_warps)
+
+
+STREAMED_SHAPES = [(16, 8, 128), (32, 8, 128), (16, 1, 128), (9, 3, 64), (2, 1, 256)]
+
+
+@pytest.mark.parametrize("rows", [1, 33, 70, 200] if ON_GPU else [40])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), STREAMED_SHAPES if ON_GPU else [(2, 1, 64)])
+def test_many_rows_are_right_as_steps_cut_and_tile_them(heads: int, kv_heads: int, head_dim: int, rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    lens = torch.randint(1, LONGEST + 1, (rows,), generator=generator).tolist()
+    case = Case(lens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, max_rows=256, target_programs=132 * 8)
+    case.work = case.work.recut(choose_decode(rows, prefill=False, fuses=False).cut)
+    case.build(case.work)
+    case.check(decode_tiling(rows * kv_heads, head_dim, case.qkv.element_size()))
 
 
 @pytest.mark.gpu
+@BOTH
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(16, 8, 128), (32, 8, 128), (9, 3, 64), (64, 8, 128)])
 def test_every_type_of_two_bytes_and_shape_compiles_and_is_right(
-    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, tiling: Tiling | int
 ) -> None:
     case = Case(
         [1, 40, 700, 257], heads=heads, kv_heads=kv_heads, head_dim=head_dim, max_rows=8, padding=1, dtype=dtype
     )  # fmt: skip
-    case.check(tolerance=1e-2 if dtype == torch.bfloat16 else 2e-3)
+    case.check(tiling, tolerance=1e-2 if dtype == torch.bfloat16 else 2e-3)
 
 
 @pytest.mark.gpu
+@BOTH
 @pytest.mark.parametrize("context", [256, 1000, 8192])
 @pytest.mark.parametrize("rows", [1, 8, 64])
-def test_layers_of_a_replayed_graph_do_not_see_each_others_haste(rows: int, context: int) -> None:
+def test_layers_of_a_replayed_graph_do_not_see_each_others_haste(rows: int, context: int, tiling: Tiling | int) -> None:
     """The qkv of each layer is written by the kernel just before, over poison."""
     generator = torch.Generator().manual_seed(rows + context)
     lens = torch.randint(1, context + 1, (rows,), generator=generator).tolist()
@@ -257,7 +315,7 @@ def test_layers_of_a_replayed_graph_do_not_see_each_others_haste(rows: int, cont
     qkv, case.qkv = case.qkv, torch.full_like(case.qkv, POISON)
     out = torch.full_like(case.step.q, POISON)
     case.qkv.copy_(qkv)
-    case.launch(out)
+    case.launch(out, tiling)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -266,7 +324,7 @@ def test_layers_of_a_replayed_graph_do_not_see_each_others_haste(rows: int, cont
             out.fill_(POISON)  # between the list's writer and the kernel that reads it ahead of its wait
             case.qkv.fill_(POISON)
             case.qkv.copy_(qkv)
-            case.launch(out)
+            case.launch(out, tiling)
     for _ in range(20):
         graph.replay()
         got = out.cpu().to(torch.float64)
