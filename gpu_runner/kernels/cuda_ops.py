@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asyncengine.config import PAGE_SIZE
 from gpu_runner.kernels import linear, norm_rope
-from gpu_runner.kernels.attention_decode import decode_attention
+from gpu_runner.kernels.attention_decode import decode_attention, streamed_decode_attention
 from gpu_runner.kernels.attention_fused import can_fuse, fused_decode_attention, fused_tiling
 from gpu_runner.kernels.attention_prefill import prefill_attention
 from gpu_runner.kernels.linear_config import (
@@ -49,13 +49,14 @@ def _chosen_heads(x: Tensor, weight: Tensor, head_dim: int) -> TileConfig | None
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaMeta:
     """A step as the layers see it. work: by sliding window. prefill: whether the step can have prefill rows.
-    fused_warps: as of `DecodeWay`, None with prefill."""
+    fused_warps, streams: as of `DecodeWay`, neither with prefill."""
 
     step: StepMeta
     work: Mapping[int | None, WorkList]
     page_table: Tensor  # [num_slots, pages_per_seq] int32
     prefill: bool
     fused_warps: int | None = None
+    streams: bool = False
 
 
 class CudaOps:
@@ -140,21 +141,25 @@ class CudaOps:
         work, counts, table = meta.work[window], meta.step.counts, meta.page_table
         norms: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps}
         head_dim = kv_layer.shape[-1]
-        if not work.all_rows and can_fuse(kv_layer, num_heads):
+        if not work.all_rows and (meta.streams or can_fuse(kv_layer, num_heads)):
             rotation = self._rotations(inv_freq, table.shape[1] * PAGE_SIZE)
-            if meta.fused_warps is not None:
+            if meta.streams or meta.fused_warps is not None:
                 out = x.new_empty(tokens, num_heads, head_dim)
-                fused_decode_attention(
-                    *(self.norm_linear(residual, linear), kv_layer, out, work),
-                    positions=positions,
-                    kv_index=kv_index,
-                    counts=counts,
-                    page_table=table,
-                    rotation=rotation,
-                    scale=scale,
-                    tiling=fused_tiling(meta.fused_warps, head_dim * x.element_size()),
+                tensors = (self.norm_linear(residual, linear), kv_layer, out, work)
+                options: dict[str, Any] = {
+                    "positions": positions,
+                    "kv_index": kv_index,
+                    "counts": counts,
+                    "page_table": table,
+                    "rotation": rotation,
+                    "scale": scale,
                     **norms,
-                )
+                }
+                if meta.fused_warps is None:
+                    streamed_decode_attention(*tensors, **options)
+                else:
+                    tiling = fused_tiling(meta.fused_warps, head_dim * x.element_size())
+                    fused_decode_attention(*tensors, tiling=tiling, **options)
                 return out
         # With a list of all rows a token's bits must not depend on their number.
         config = None if work.all_rows else _chosen_heads(x, weight, head_dim)

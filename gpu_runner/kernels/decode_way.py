@@ -9,13 +9,15 @@ from gpu_runner.kernels.work_list import FEW_ROWS, LARGE_CUT, MULTIPROCESSORS, R
 
 @dataclass(frozen=True, slots=True)
 class DecodeWay:
-    """fused_warps: of each program of `attention_fused`. None: `attention_decode`, behind a kernel that rotates.
+    """fused_warps: of each program of `attention_fused`. None: `attention_decode`, behind a kernel that rotates, or, if
+    it streams, rotating itself: of no step that is served, until `scripts/bench_kernels/attention_layer.py` says which.
     long_bytes: of a layer's keys and values in the cache; a step that reads so many is long, and takes another way.
     None: no step is."""
 
     cut: RangeCut
     fused_warps: int | None = None
     long_bytes: int | None = None
+    streams: bool = False
 
 
 # Up to so many tokens, from the output of `scripts/bench_kernels/attention_layer.py`, with 8 KV heads. A multiprocessor

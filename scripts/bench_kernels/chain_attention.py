@@ -46,7 +46,12 @@ class ChainAttention:
         meta = new_step_meta(max_rows=len(step.starts), max_tokens=tokens, device=DEVICE)
         meta = replace(meta, counts=step.counts, positions=step.positions, kv_index=step.kv_index)
         self._meta = CudaMeta(
-            step=meta, work={None: work}, page_table=step.page_table, prefill=prefill, fused_warps=way.fused_warps
+            step=meta,
+            work={None: work},
+            page_table=step.page_table,
+            prefill=prefill,
+            fused_warps=way.fused_warps,
+            streams=way.streams,
         )
         half = torch.arange(0, shape.head_dim, 2, device=DEVICE) / shape.head_dim
         gains = 1 + torch.randn(2, shape.head_dim, dtype=DTYPE, device=DEVICE) / 8
