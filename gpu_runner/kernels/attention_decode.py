@@ -10,22 +10,25 @@ base-2 logarithm of its weight, and the one that arrives last merges them: no se
 
 `arrived` is zero again when the kernel ends, so every layer and step finds it so.
 
-Where every row decodes, the kernel can make its queries, and the newest key and value, of the qkv product itself, as
-`attention_fused` does. Then no program reads the newest key from memory: the one with the row's last range begins its
-softmax with it, and writes it and its value to their page, for later steps.
+Where every row decodes, the kernel can rotate as well, as `attention_fused` does, and needs none before it that does.
+Then no program reads the newest key from memory: the one with the row's last range begins its softmax with it, and
+writes it to its page. Earlier steps have written the others, so the first tiles are on their way before the wait:
+
+    qkv linear  |------------------|
+    attention      |- list - pages - first tiles asked for -| wait | qkv, norm, rotation | tile | tile | ... | out |
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu_runner.kernels.attention_heads import begin_with_newest, gains_of, turn_of
-from gpu_runner.kernels.attention_parts import LOG2_E, merge_partials, nearest_own, prefetch_pages
+from gpu_runner.kernels.attention_heads import begin_with_newest
+from gpu_runner.kernels.attention_parts import LOG2_E, merge_partials, nearest_own, prefetch_pages, zero_padding
 from gpu_runner.kernels.launch import launch_options, on_gpu
 from gpu_runner.kernels.work_list import ITEM_WORDS, MAX_SPLITS, MULTIPROCESSORS, WorkList
 
@@ -105,18 +108,17 @@ def streamed_decode_attention(
     scale: float,
     tiling: DecodeTiling | None = None,
 ) -> None:
-    """What `fused_decode_attention` does, with the keys and values of earlier steps streamed as `decode_attention`
-    streams them: for steps that have many of them.
-
-    As there, but for these: ValueError unless `can_stream`; keys before the newest are read behind the wait, though
-    asked for before it.
-    """
+    """What `fused_decode_attention` does, and with its arguments, for steps that read more: keys and values stream
+    through shared memory as those of `decode_attention` do. ValueError unless `can_stream`."""
     num_heads, num_kv_heads = out.shape[1], kv_layer.shape[2]
     if not can_stream(kv_layer, num_heads):
         raise ValueError(
             f"{num_heads} query heads share {num_kv_heads} KV heads in {kv_layer.dtype}; at most {MAX_STREAMED_GROUP} "
             "may share one, of two bytes on a GPU"
         )
+    if tiling is None:
+        # The first tiles are loaded as early as they could be asked into L2.
+        tiling = replace(decode_tiling(len(out) * num_kv_heads, out.shape[2], out.element_size()), prefetch_pages=0)
     _launch(
         *(qkv, kv_layer, out, work),
         counts=counts,
@@ -251,17 +253,13 @@ def _decode_kernel(
         end = tl.minimum(end, own_position)
         stop = tl.where(seen_from < end, end, first)
         streams = first < stop
-        dim = lane[None, :]
-        far = (dim + HEAD_DIM // 2) % HEAD_DIM
-        turn = turn_of(rotation, own_position, num_positions, dim, HEAD_DIM)
-        q_gains, k_gains = gains_of(q_norm, dim, far), gains_of(k_norm, dim, far)
     if PREFETCH_PAGES > 0:
         prefetch_pages(
             table, first, end, kv, value_offset, kv_head, KV_HEADS, HEAD_DIM, PAGE, PREFETCH_PAGES, PREFETCH_LANES
         )
     page = tl.load(table + nearest_own(first + key, seen_from, end) // PAGE, mask=streams, other=0)
     first_padding = tl.load(counts + 2) + index
-    if PDL:
+    if PDL and not OF_QKV:
         # Without work a program may end before the kernel before does, but not all of them.
         if live | (first_padding < num_tokens) | (tl.program_id(0) == 0):
             tl.extra.cuda.gdc_wait()
@@ -270,24 +268,30 @@ def _decode_kernel(
     heads = KV_HEADS * GROUP
     head = kv_head * GROUP + head_rows
     member = (head_rows < GROUP)[:, None]
-    for token in range(first_padding, num_tokens, tl.num_programs(0) // KV_HEADS):
-        padding = out + ((head_rows.to(tl.int64) * 0 + token) * heads + head)[:, None] * HEAD_DIM + lane[None, :]
-        tl.store(padding, tl.zeros((GROUP_ROWS, HEAD_DIM), out.dtype.element_ty), mask=member)
+    if not OF_QKV:
+        zero_padding(out, first_padding, num_tokens, kv_head, KV_HEADS, GROUP, GROUP_ROWS, HEAD_DIM)
 
     if live:
         in_row = (row * heads + head)[:, None] * HEAD_DIM + lane[None, :]
         if OF_QKV:
             token_qkv = source + row.to(tl.int64) * ((heads + 2 * KV_HEADS) * HEAD_DIM)
-            query, largest, weight, total = begin_with_newest(
-                token_qkv, cell, value_offset, kv_head, split == splits - 1, dim, far, turn, q_gains,
-                k_gains, eps, scale_log2, KV_HEADS, GROUP, GROUP_ROWS, HEAD_DIM, q_norm is not None,
+            begun_with = (
+                token_qkv, cell, value_offset, kv_head, split == splits - 1,
+                rotation, own_position, num_positions, q_norm, k_norm, eps, scale_log2,
             )  # fmt: skip
+            query = tl.zeros((GROUP_ROWS, HEAD_DIM), out.dtype.element_ty)
         else:
             query = tl.load(source + in_row, mask=member, other=0.0)
-            largest = tl.full((GROUP_ROWS,), -1.0e30, tl.float32)
-            weight = tl.zeros((GROUP_ROWS,), tl.float32)
-            total = tl.zeros((GROUP_ROWS, HEAD_DIM), tl.float32)
+        largest = tl.full((GROUP_ROWS,), -1.0e30, tl.float32)
+        weight = tl.zeros((GROUP_ROWS,), tl.float32)
+        total = tl.zeros((GROUP_ROWS, HEAD_DIM), tl.float32)
+        if OF_QKV and first >= stop:  # The newest key is alone.
+            query, largest, weight, total = begin_with_newest(*begun_with, KV_HEADS, GROUP, GROUP_ROWS, HEAD_DIM, PDL)
         for tile in tl.range(first, stop, BLOCK, num_stages=STAGES):
+            if OF_QKV and tile == first:  # Behind the loads of the first tiles, with which the loop runs ahead.
+                query, largest, weight, total = begin_with_newest(
+                    *begun_with, KV_HEADS, GROUP, GROUP_ROWS, HEAD_DIM, PDL
+                )
             position = nearest_own(tile + key, seen_from, end)
             line = (page.to(tl.int64) * KV_HEADS + kv_head) * PAGE + (position & (PAGE - 1))
             place = kv + line[:, None] * HEAD_DIM + lane[None, :]
@@ -328,3 +332,7 @@ def _decode_kernel(
                     MAX_SPLITS,
                     1,
                 )
+    if OF_QKV:
+        if PDL and ~live & ((first_padding < num_tokens) | (tl.program_id(0) == 0)):
+            tl.extra.cuda.gdc_wait()
+        zero_padding(out, first_padding, num_tokens, kv_head, KV_HEADS, GROUP, GROUP_ROWS, HEAD_DIM)

@@ -47,22 +47,26 @@ def normed_and_rotated(
 
 @triton.jit
 def begin_with_newest(
-    token_qkv, cell, value_offset, kv_head, is_last, dim, far, turn, q_gains, k_gains, eps, scale_log2,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HAS_NORM: tl.constexpr,
+    token_qkv, cell, value_offset, kv_head, is_last, rotation, position, num_positions, q_norm, k_norm, eps, scale_log2,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A range's queries, [GROUP_ROWS, HEAD_DIM], and its softmax before the first of the keys in memory: largest score
-    and weight, [GROUP_ROWS], and weighed values, [GROUP_ROWS, HEAD_DIM] float32.
+    """Waits for the qkv product. Returns a range's queries, [GROUP_ROWS, HEAD_DIM], and its softmax before the keys in
+    memory: largest score and weight, [GROUP_ROWS], and sum of values, [GROUP_ROWS, HEAD_DIM] float32.
 
-    The row's last range, `is_last`, begins with the newest key and writes it and its value to `cell`; others begin
-    with nothing. The group's heads are repeated: all rows but the first GROUP are without meaning, and finite if those
-    are. dim, far: [1, HEAD_DIM]. turn, q_gains, k_gains: of `turn_of` and `gains_of`.
+    A row's last range begins with the newest key, and writes it and its value to `cell`; others begin with nothing.
+    The group's queries stand in the first GROUP rows. The rest repeats them, so that it is finite if they are.
     """
     dtype: tl.constexpr = cell.dtype.element_ty
     QUERIES: tl.constexpr = triton.next_power_of_2(GROUP)
-    cos, sin = turn
-    q_gain, far_q_gain = q_gains
-    k_gain, far_k_gain = k_gains
+    HAS_NORM: tl.constexpr = q_norm is not None
+    dim = tl.arange(0, HEAD_DIM)[None, :]
+    far = (dim + HEAD_DIM // 2) % HEAD_DIM
+    cos, sin = turn_of(rotation, position, num_positions, dim, HEAD_DIM)
+    q_gain, far_q_gain = gains_of(q_norm, dim, far)
+    k_gain, far_k_gain = gains_of(k_norm, dim, far)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     heads = token_qkv + (kv_head * GROUP + tl.minimum(tl.arange(0, QUERIES), GROUP - 1))[:, None] * HEAD_DIM
     query, far_query = tl.load(heads + dim), tl.load(heads + far)
     head = token_qkv + (KV_HEADS * GROUP + kv_head) * HEAD_DIM
@@ -77,7 +81,10 @@ def begin_with_newest(
     largest = tl.reshape(repeated(tl.where(is_last, score, -1.0e30), GROUP_ROWS), (GROUP_ROWS,))
     weight = tl.zeros((GROUP_ROWS,), tl.float32) + is_last.to(tl.float32)
     total = tl.zeros((GROUP_ROWS, HEAD_DIM), tl.float32) + value.to(tl.float32)
-    return repeated(query, GROUP_ROWS), largest, weight, total
+    # By a product, so that queries are where the tensor cores leave results, from where they take operands too.
+    same = tl.arange(0, GROUP_ROWS)[:, None] == tl.arange(0, GROUP_ROWS)[None, :]
+    query = tl.dot(same.to(dtype), repeated(query, GROUP_ROWS), input_precision="ieee").to(dtype)
+    return query, largest, weight, total
 
 
 @triton.jit

@@ -16,6 +16,22 @@ def nearest_own(position, seen_from, end):
 
 
 @triton.jit
+def zero_padding(
+    out, first, num_tokens, kv_head,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Zeros to a group's heads of the padding, tokens first .. num_tokens - 1, of which other programs take theirs."""
+    heads = KV_HEADS * GROUP
+    head_rows = tl.arange(0, GROUP_ROWS)
+    head = kv_head * GROUP + head_rows
+    member = (head_rows < GROUP)[:, None]
+    lane = tl.arange(0, HEAD_DIM)
+    for token in range(first, num_tokens, tl.num_programs(0) // KV_HEADS):
+        padding = out + ((head_rows.to(tl.int64) * 0 + token) * heads + head)[:, None] * HEAD_DIM + lane[None, :]
+        tl.store(padding, tl.zeros((GROUP_ROWS, HEAD_DIM), out.dtype.element_ty), mask=member)
+
+
+@triton.jit
 def merge_partials(
     out, partial_out, partial_lse, row, first_partial, splits, kv_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, MAX_SPLITS: tl.constexpr,

@@ -111,6 +111,21 @@ def test_what_steps_of_many_tokens_reduce_is_what_they_are_told_to(
     assert not wrong, "\n".join(wrong)
 
 
+WITHOUT_NORMS = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 32}
+
+
+@pytest.mark.parametrize("fields", [{}, WITHOUT_NORMS], ids=["two heads of a norm each", "four heads"])
+def test_what_streams_reduces_over_the_values_that_it_is_told_to(
+    compiler: WithoutGpu, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    wide = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | wide | fields))
+    found = compiler(tmp_path, "--layouts", "512", "_decode_kernel", "--streams")
+    streamed = [layouts for name, layouts in found if name == "_decode_kernel" and "%rotation" in layouts]
+    assert len(streamed) > 1
+    assert not [line for layouts in streamed for line in wrong_reductions(layouts)]
+
+
 def test_long_steps_have_a_prefill_kernel_of_their_own(compiler: WithoutGpu, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_attention_heads": 16, "num_key_value_heads": 16}))
     names = compiler(tmp_path, "--names", "4096")

@@ -25,20 +25,21 @@ WIDE = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 1
 
 
 @pytest.mark.parametrize(
-    ("fields", "readers"),
+    ("fields", "options", "readers"),
     [
-        ({}, ALWAYS | {FUSED}),
-        (WINDOWS, ALWAYS | {FUSED}),
-        ({**WIDE, "head_dim": 128, "max_position_embeddings": 8192}, ALWAYS | {FUSED, HEADS}),
-        ({"num_attention_heads": 16, "num_key_value_heads": 1}, ALWAYS),
+        ({}, [], ALWAYS | {FUSED}),
+        (WINDOWS, [], ALWAYS | {FUSED}),
+        ({**WIDE, "head_dim": 128, "max_position_embeddings": 8192}, [], ALWAYS | {FUSED, HEADS}),
+        ({"num_attention_heads": 16, "num_key_value_heads": 1}, [], ALWAYS),
+        (WINDOWS, ["--streams"], ALWAYS),
     ],
-    ids=["small", "windows", "heads in the product, long contexts", "a group too large to fuse"],
+    ids=["small", "windows", "heads in the product, long contexts", "a group too large to fuse", "decode that streams"],
 )
 def test_between_writers_and_early_readers_stands_a_kernel_that_triggers_behind_its_wait(
-    compiler: WithoutGpu, tmp_path: Path, fields: dict[str, Any], readers: set[str]
+    compiler: WithoutGpu, tmp_path: Path, fields: dict[str, Any], options: list[str], readers: set[str]
 ) -> None:
     found = set()
-    for graph in compiler(write_config(tmp_path, **fields), "--order", "512"):
+    for graph in compiler(write_config(tmp_path, **fields), "--order", "512", *options):
         may_still_run = False  # a writer, when the next kernel starts
         for place, (kernel, triggers_behind_wait) in enumerate(graph):
             if kernel in ALWAYS | {FUSED, HEADS}:

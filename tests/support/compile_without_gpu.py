@@ -7,12 +7,14 @@ its input, which is one of these lists as JSON.
     [MODEL_FOLDER, "--batch-invariant"]
     [MODEL_FOLDER, "--every-layer"]
     [MODEL_FOLDER, "--order", TOKENS]
+    [..., "--streams"]
 
 With an option nothing is compiled to its end. What is printed is the name of each kernel that an engine of 64 rows and
 steps of up to TOKENS tokens would have, or a batch-invariant one; or of each that an engine would have if it rehearsed
 every layer of the model, and of each that it has. --layouts: beside each name, of the kernels named, what Triton has
 compiled when every tensor has its layout, and else null. --order: of each of such an engine's graphs, every launch in
 order, a kernel's name and whether it lets the next one start behind its own wait only; of an engine of 96 rows.
+--streams: of an engine whose decode steps take the way that streams.
 
 A process of its own: the tests' one runs Triton's interpreter instead of its compiler.
 """
@@ -33,8 +35,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from asyncengine.config import PAGE_SIZE, EngineConfig
-from gpu_runner.device import build_gpu
+from gpu_runner.device import build_gpu, graph_step
+from gpu_runner.kernels.decode_way import DecodeWay
 from gpu_runner.kernels.kernel_compiler import KernelCompiler, _launches_go_to
+from gpu_runner.kernels.work_list import LARGE_CUT
 from gpu_runner.models.registry import read_model_config, sketch_model
 
 KV_CACHE_TOKENS = 256
@@ -148,7 +152,14 @@ def list_launches(build: build_gpu.GpuBuild) -> list[list[tuple[str, bool]]]:
     return graphs
 
 
+def stream(num_tokens: int, *, prefill: bool, **_: object) -> DecodeWay:
+    return DecodeWay(LARGE_CUT, streams=not prefill)
+
+
 def done(hopper: Hopper, model: str, *options: str) -> Any:
+    if options[-1:] == ("--streams",):
+        with patch.object(graph_step, "choose_decode", stream):
+            return done(hopper, model, *options[:-1])
     config = EngineConfig(
         load_format="dummy", max_num_seqs=1, max_num_batched_tokens=16, kv_cache_tokens=KV_CACHE_TOKENS
     )
