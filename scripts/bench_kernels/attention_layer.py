@@ -1,10 +1,12 @@
-"""A decode step's attention between its linear layers: one fused kernel against two, by tiling and by cut of the keys.
+"""A decode step's attention between its linear layers: one kernel, with keys in registers or streamed, against two, by
+tiling and by cut of the keys.
 
-    python scripts/bench_kernels/attention_layer.py [--smoke] [--shape qwen|llama]
+    python scripts/bench_kernels/attention_layer.py [--smoke] [--shape qwen|llama] [--many]
 
 Each time is what a layer's attention adds to a graph of LAYERS times (qkv linear, attention, output linear), with
 programmatic dependent launch and keys, values and weights of its own for each layer, over the same graph with the
-linears alone. Errors come first. --smoke: tiny shapes under Triton's interpreter, to see that the script runs.
+linears alone. Errors come first. --many: steps of 16 to 512 rows instead, by what is served and its streamed twins.
+--smoke: tiny shapes under Triton's interpreter, to see that the script runs.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from bench_device import BYTES_PER_US, DEVICE, DTYPE, SMOKE
 from graph_timer import median_us
 from torch import Tensor
 
-from gpu_runner.kernels.attention_decode import decode_attention
+from gpu_runner.kernels.attention_decode import decode_attention, streamed_decode_attention
 from gpu_runner.kernels.attention_fused import FusedTiling, fused_decode_attention, fused_tiling
 from gpu_runner.kernels.cuda_ops import CudaOps
 from gpu_runner.kernels.decode_way import choose_decode
@@ -34,6 +36,8 @@ from gpu_runner.kernels.work_list import LARGE_CUT, MULTIPROCESSORS, RangeCut, W
 
 LAYERS = 28
 MOST_WEIGHT_BYTES = 4e9
+MOST_KV_BYTES = 60e9
+"""Steps that read more have keys and values of fewer layers, which take turns."""
 EPS = 1e-6
 BASE = 1e6
 CONTEXTS = {
@@ -55,18 +59,25 @@ CONTEXTS = {
 """Of equal rows, by their number."""
 RAGGED = ((4, 1000), (8, 1000), (16, 400), (16, 3000), (32, 1500), (48, 600), (64, 300), (64, 1000), (128, 600))
 """Rows and their mean length."""
+MANY_CONTEXTS = dict.fromkeys((16, 32, 48, 64, 128, 256, 512), (256, 1000, 4000))
+MANY_RAGGED = (
+    *((16, 400), (16, 3000), (32, 1500), (48, 600), (64, 300), (64, 1000), (128, 300), (128, 600)),
+    *((256, 300), (256, 1000), (512, 300)),
+)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """tiling: None is the pair of kernels."""
+    """tiling: None is the pair of kernels, or the one that streams."""
 
     tiling: FusedTiling | None
     cut: RangeCut
+    streams: bool = False
 
     @property
     def label(self) -> str:
-        kernel = "pair" if self.tiling is None else f"{self.tiling.warp_keys}x{self.tiling.num_warps}"
+        apart = "stream" if self.streams else "pair"
+        kernel = apart if self.tiling is None else f"{self.tiling.warp_keys}x{self.tiling.num_warps}"
         at_once = self.cut.at_once // MULTIPROCESSORS
         programs = f"r{at_once}" if at_once else str(self.cut.programs // MULTIPROCESSORS)
         return f"{kernel} {programs}/{self.cut.split_step}"
@@ -113,7 +124,7 @@ class Layers:
         step = self.step
         shared: dict[str, Any] = {"counts": step.counts, "page_table": step.page_table, "scale": step.scale}
         norms: dict[str, Any] = {"q_norm": self.q_norm, "k_norm": self.k_norm, "eps": EPS}
-        if choice.tiling is None:
+        if choice.tiling is None and not choice.streams:
             q = qk_norm_rope_write(
                 qkv, step.positions, step.kv_index, self.inv_freq, kv_layer, num_heads=step.shape.heads, **norms
             )
@@ -121,10 +132,11 @@ class Layers:
             decode_attention(q, kv_layer, out, work, **shared)
             return out
         out = torch.empty_like(step.q)
-        fused_decode_attention(
-            qkv, kv_layer, out, work, positions=step.positions, kv_index=step.kv_index, rotation=self.rotation,
-            tiling=choice.tiling, **norms, **shared,
-        )  # fmt: skip
+        shared |= {"positions": step.positions, "kv_index": step.kv_index, "rotation": self.rotation, **norms}
+        if choice.tiling is None:
+            streamed_decode_attention(qkv, kv_layer, out, work, **shared)
+        else:
+            fused_decode_attention(qkv, kv_layer, out, work, tiling=choice.tiling, **shared)
         return out
 
     def layer(self, index: int, attend: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -158,25 +170,32 @@ class Layers:
         return float((other - out).norm() / out.norm()), float((other_kv - kv_layer).norm() / kv_layer.norm())
 
 
-def compile_in_parallel(shape_name: str, count: int) -> None:
+def compile_in_parallel(shape_name: str, count: int, *, many: bool) -> None:
     """Each choice's kernel into Triton's cache, in processes of their own."""
-    command = [sys.executable, __file__, "--shape", shape_name, "--compile"]
+    command = [sys.executable, __file__, "--shape", shape_name, *(["--many"] if many else []), "--compile"]
     children = [subprocess.Popen([*command, str(index)]) for index in range(count)]
     for child in children:
         child.wait()
 
 
-def choices() -> list[Choice]:
-    """What `decode_way` has, in rounds (r) of so many programs to a multiprocessor or cut into so many, and others."""
-    large, small = FusedTiling(32, 8), FusedTiling(32, 4)
+def served_choices() -> list[Choice]:
+    """What `decode_way` has, in rounds (r) of so many programs to a multiprocessor or cut into so many; streamed with
+    the cuts of the pair too."""
     served = [
         Choice(fused_tiling(way.fused_warps, 256) if way.fused_warps else None, way.cut)
         for fuses in (True, False)
         for way in dict.fromkeys(choose_decode(rows, prefill=False, fuses=fuses) for rows in range(1, 129))
     ]
+    pairs = [choice for choice in served if choice.tiling is None]
+    return list(dict.fromkeys([*served, *(replace(choice, streams=True) for choice in pairs)]))
+
+
+def choices() -> list[Choice]:
+    """What is served, and others."""
+    large, small = FusedTiling(32, 8), FusedTiling(32, 4)
     others = [(large, 1, 512), (large, 8, 512), (small, 2, 128), (small, 2, 512)]
     return [
-        *dict.fromkeys(served),
+        *served_choices(),
         *(Choice(tiling, RangeCut(programs * MULTIPROCESSORS, step)) for tiling, programs, step in others),
     ]
 
@@ -195,8 +214,8 @@ def table(shape: Shape, hidden: int, choices: list[Choice], cases: list[Case]) -
     )
     print(f"{'':>12} {'linears':>8} {'MB':>6} {'floor':>6} " + " ".join(f"{choice.label:>11}" for choice in choices))
     for case in cases:
-        layers = Layers(shape, hidden, case, layers=LAYERS)
         moved = sum(case.decode_lens) * shape.token_bytes
+        layers = Layers(shape, hidden, case, layers=min(LAYERS, max(1, int(MOST_KV_BYTES // moved))))
         floor = moved / BYTES_PER_US
         alone = layers.time(None)
         times = [layers.time(choice) - alone for choice in choices]
@@ -211,24 +230,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--shape", choices=("qwen", "llama"), default="qwen")
+    parser.add_argument("--many", action="store_true")
     parser.add_argument("--compile", type=int, help="only compile this choice")
     options = parser.parse_args()
     if SMOKE:
         shape = replace(SMOLLM, heads=3, kv_heads=1)
-        errors(shape, 48, [PAIR, Choice(FusedTiling(16, 2), LARGE_CUT)], Case("smoke", [40, 1, 300], []))
+        smoked = [PAIR, Choice(FusedTiling(16, 2), LARGE_CUT), replace(PAIR, streams=True)]
+        errors(shape, 48, smoked, Case("smoke", [40, 1, 300], []))
         return
     shape, hidden = (QWEN, 1024) if options.shape == "qwen" else (LLAMA, 4096)
+    candidates = served_choices() if options.many else choices()
     ragged = Case("ragged", [1, 257, 3000, 17, 64, 65, 700], [])
     if options.compile is not None:
-        Layers(shape, 64, decode_case(1, 20), layers=1).error(choices()[options.compile])
+        Layers(shape, 64, decode_case(16 if options.many else 1, 20), layers=1).error(candidates[options.compile])
         return
     start = time.monotonic()
-    compile_in_parallel(options.shape, len(choices()))
+    compile_in_parallel(options.shape, len(candidates), many=options.many)
     print(f"compiled in {time.monotonic() - start:.1f} s")
-    errors(shape, 64, choices(), ragged)
-    cases = [decode_case(rows, context) for rows, contexts in CONTEXTS.items() for context in contexts]
-    cases += [ragged_case(*size) for size in RAGGED]
-    table(shape, hidden, choices(), cases)
+    errors(shape, 64, candidates, ragged)
+    equal, uneven = (MANY_CONTEXTS, MANY_RAGGED) if options.many else (CONTEXTS, RAGGED)
+    cases = [decode_case(rows, context) for rows, contexts in equal.items() for context in contexts]
+    cases += [ragged_case(*size) for size in uneven]
+    table(shape, hidden, candidates, cases)
     print(f"done in {time.monotonic() - start:.1f} s")
 
 
