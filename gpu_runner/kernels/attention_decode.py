@@ -64,6 +64,13 @@ def decode_tiling(programs: int, head_dim: int, element_bytes: int = 2) -> Decod
     return DecodeTiling(block_tokens=32, num_warps=1 if head_dim <= 128 else 2, num_stages=num_stages, prefetch_pages=2)
 
 
+def streamed_tiling(programs: int, head_dim: int, element_bytes: int = 2) -> DecodeTiling:
+    """Of what streams: it loads its first tiles as early as they could be asked into L2. What it makes of the qkv
+    product needs registers too, which with heads of 256 are those of more warps."""
+    tiling = replace(decode_tiling(programs, head_dim, element_bytes), prefetch_pages=0)
+    return tiling if head_dim <= 128 else replace(tiling, num_warps=4)
+
+
 def decode_attention(
     q: Tensor,
     kv_layer: Tensor,
@@ -117,8 +124,7 @@ def streamed_decode_attention(
             "may share one, of two bytes on a GPU"
         )
     if tiling is None:
-        # The first tiles are loaded as early as they could be asked into L2.
-        tiling = replace(decode_tiling(len(out) * num_kv_heads, out.shape[2], out.element_size()), prefetch_pages=0)
+        tiling = streamed_tiling(len(out) * num_kv_heads, out.shape[2], out.element_size())
     _launch(
         *(qkv, kv_layer, out, work),
         counts=counts,

@@ -10,9 +10,8 @@ from gpu_runner.kernels.work_list import FEW_ROWS, LARGE_CUT, MULTIPROCESSORS, R
 @dataclass(frozen=True, slots=True)
 class DecodeWay:
     """fused_warps: of each program of `attention_fused`. None: `attention_decode`, behind a kernel that rotates, or, if
-    it streams, rotating itself: of no step that is served, until `scripts/bench_kernels/attention_layer.py` says which.
-    long_bytes: of a layer's keys and values in the cache; a step that reads so many is long, and takes another way.
-    None: no step is."""
+    it streams, rotating itself. long_bytes: of a layer's keys and values in the cache; a step that reads so many is
+    long, and takes another way. None: no step is."""
 
     cut: RangeCut
     fused_warps: int | None = None
@@ -20,13 +19,16 @@ class DecodeWay:
     streams: bool = False
 
 
-# Up to so many tokens, from the output of `scripts/bench_kernels/attention_layer.py`, with 8 KV heads. A multiprocessor
-# has one program of eight warps of the fused kernel at a time, or two of four, which one or two rows with their short
-# ranges fill as well, however long they are. A start, with the first keys' way from memory, is not hidden where the
-# program is alone. Steps are long from about where the ways of `_APART` are faster: by up to a quarter further on.
+# Up to so many tokens, from the output of `scripts/bench_kernels/attention_layer.py` and, in whole layers, of
+# `linear.py`, with 8 KV heads. A multiprocessor has one program of eight warps of the fused kernel at a time, or two of
+# four. A start, with the first keys' way from memory, is not hidden where the program is alone. Steps are long from
+# about where the ways of `_LONG` are faster: by up to a quarter further on.
 _MOST = LARGE_CUT.programs
 _FUSED = (
-    (2, DecodeWay(RangeCut(_MOST, 128, at_once=2 * MULTIPROCESSORS, start_keys=100), fused_warps=4)),
+    (
+        2,
+        DecodeWay(RangeCut(_MOST, 256, at_once=MULTIPROCESSORS, start_keys=100), fused_warps=8, long_bytes=3_000_000),
+    ),
     (
         16,
         DecodeWay(RangeCut(_MOST, 512, at_once=MULTIPROCESSORS, start_keys=200), fused_warps=8, long_bytes=40_000_000),
@@ -37,10 +39,16 @@ _FUSED = (
             RangeCut(_MOST, 512, at_once=2 * MULTIPROCESSORS, start_keys=100), fused_warps=4, long_bytes=65_000_000
         ),
     ),
+    (64, DecodeWay(RangeCut(4 * MULTIPROCESSORS, 512), streams=True)),
 )
-# Keys and values that stream through shared memory hide more of each other's way than registers do; four programs of
-# `attention_decode` run on a multiprocessor at a time. That pays for a second launch, and for keys that wait until the
-# newest are written, once there are enough of them: in many rows, or in some long ones.
+# Short ranges of one or two rows fill the multiprocessors, however long the rows are. Keys and values that stream
+# through shared memory hide more of each other's way than registers do, four programs of `attention_decode` to a
+# multiprocessor. That pays once there are enough of them: in many rows, or in some long ones.
+_LONG = (
+    (2, DecodeWay(RangeCut(_MOST, 128, at_once=2 * MULTIPROCESSORS, start_keys=100), fused_warps=4)),
+    (FEW_ROWS, DecodeWay(RangeCut(_MOST, 256, at_once=4 * MULTIPROCESSORS, start_keys=150), streams=True)),
+)
+# Of models that the fused kernel does not take.
 _APART = (
     (FEW_ROWS, DecodeWay(RangeCut(_MOST, 256, at_once=4 * MULTIPROCESSORS, start_keys=150))),
     (64, DecodeWay(RangeCut(4 * MULTIPROCESSORS, 512))),
@@ -54,5 +62,5 @@ def choose_decode(num_tokens: int, *, prefill: bool, fuses: bool, long: bool = F
     takes otherwise."""
     if prefill:
         return _OTHERS
-    ways = (*(_FUSED if fuses and not long else ()), *_APART)
+    ways = _APART if not fuses else _LONG if long else _FUSED
     return next((way for tokens, way in ways if num_tokens <= tokens), _OTHERS)

@@ -2,9 +2,9 @@
 
 x: [T, K], weight: [N, K], bias: [N], all contiguous and of one type; sums are float32. T, N, K, the configuration and
 all addresses are fixed inside a CUDA graph; padding tokens are computed like others. Outputs are rounded where separate
-kernels would round (the norm before and after its gain, gate, up, silu(gate), a product before the residual is added),
-so that they differ from those of `reference` by the order of sums alone; but what `residual.Gained` stands between is
-rounded less often.
+kernels would round (gate, up, silu(gate), a product before the residual is added), so that they differ from those of
+`reference` by the order of sums alone; but a norm whose root sums are divided by, not inputs (see `residual`), is
+rounded less often, or, within a kernel, not at all.
 
 A kernel starts while the one before it still runs (PDL): it sends for its weights, waits for that one's end, and only
 then reads x or writes.

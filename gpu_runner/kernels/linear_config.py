@@ -86,10 +86,14 @@ _ALONE_FLOAT32 = TileConfig(tokens=32, rows=32, block_k=64, stages=2, num_warps=
 # the most that the layer may get.
 CUTS: tuple[tuple[int, int, int, LinearConfig | None], ...] = (
     # Tokens, k and n at most.
-    # One or two tokens: multiply-adds, whose first weights are asked for before the wait.
-    (1, 1024, ANY, FmaConfig(rows=4, block_k=1024, depth=1, num_warps=4)),
+    # One or two tokens: multiply-adds, whose first weights are asked for before the wait. Of a small layer all are, and
+    # so few threads hold them that three or four kernels find room at a time.
     (2, 1024, 4096, FmaConfig(rows=4, block_k=1024, depth=1, num_warps=2)),
+    (2, 1024, MIN_HEAD_ROWS - 1, FmaConfig(rows=4, block_k=1024, depth=1, num_warps=1)),
+    (1, 1024, ANY, FmaConfig(rows=4, block_k=1024, depth=1, num_warps=4)),
     (2, 1024, ANY, FmaConfig(rows=8, block_k=1024, depth=1, num_warps=2)),
+    (1, 3072, 2048, FmaConfig(rows=4, block_k=1024, depth=3, num_warps=4)),
+    (2, 2048, 2048, FmaConfig(rows=4, block_k=1024, depth=2, num_warps=4)),
     (2, 3072, 2048, FmaConfig(rows=2, block_k=1024, depth=3, num_warps=8)),
     (1, 4096, MIN_HEAD_ROWS - 1, FmaConfig(rows=8, block_k=1024, depth=2, num_warps=4)),
     (2, 4096, 8192, FmaConfig(rows=8, block_k=1024, depth=2, num_warps=4)),
@@ -110,10 +114,12 @@ CUTS: tuple[tuple[int, int, int, LinearConfig | None], ...] = (
     (32, ANY, 4096, replace(_DEEP, split_k=2)),
     (32, 4096, 8192, _DEEP),
     (32, ANY, ANY, _PAIRED),
-    # From 33 on the tokens' blocks are as large as the weights', and narrow tiles fill the SMs with fewer parts.
-    (64, 1024, 4096, _NARROW_DEEP),
+    # From 33 on the tokens' blocks are as large as the weights', and narrow tiles fill the SMs with fewer parts. Those of
+    # small layers are shallow as well, so that the next kernel's find room beside them.
+    (64, 1024, 4096, _NARROW),
     (64, 1024, MIN_HEAD_ROWS - 1, _PAIRED),
-    (64, 3072, 2048, replace(_NARROW_DEEP, split_k=4)),
+    (64, 2048, 2048, replace(_NARROW, stages=6, split_k=2, prefetch_k=1024)),
+    (64, 3072, 2048, DotConfig(rows=16, block_k=128, stages=6, num_warps=4, split_k=2, prefetch_k=1024)),
     (64, 2048, 4096, None),
     (64, 4096, 4096, _NARROW_DEEP),
     (64, 4096, 8192, _DEEP),

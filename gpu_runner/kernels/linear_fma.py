@@ -1,4 +1,9 @@
-"""Linear layer of one to a few tokens as fp32 multiply-adds: the weights stream through registers, once."""
+"""Linear layer of one to a few tokens as fp32 multiply-adds: the weights stream through registers, once.
+
+Kernels of so few tokens take as long as the hop from one to the next, and as their weights' way from memory. The two
+pass at the same time as far as kernels that wait for their turn have room on the multiprocessors: registers for their
+weights, and threads. So a thread holds many weights, and a warp whole rows of them: its sums meet no barrier then.
+"""
 
 # Triton has no unpacking inside tuples, and no annotations for those that grow.
 # ruff: noqa: RUF005
@@ -9,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gpu_runner.kernels.linear_parts import normed, output_places, outputs_of, row_values, weight_rows
+from gpu_runner.kernels.linear_parts import output_places, outputs_of, row_values, weight_rows
 
 
 @triton.jit
@@ -83,15 +88,10 @@ def linear_fma_kernel(
             residuals = residuals + (tl.load(places, mask=mask, other=0.0),)
         else:
             residuals = residuals + (0.0,)
-    scales = ()
-    if HAS_NORM:
-        for t in tl.static_range(T):
-            squares = tl.zeros((1, BLOCK_K), dtype=tl.float32)
-            for c in tl.static_range(CHUNKS):
-                values = _line_chunk(x + t * K, c * BLOCK_K + k, K, EVEN_K).to(tl.float32)
-                squares += values * values
-            scales = scales + (tl.rsqrt(tl.sum(squares) / K + eps),)
-
+    # A norm's root divides the sums, not the inputs (see `residual`), so that it is not waited for.
+    squares = ()
+    for _ in tl.static_range(T):
+        squares = squares + (tl.zeros((1, BLOCK_K // LANE_K), dtype=tl.float32),)
     sums = ()
     for _ in tl.static_range(T):
         sums = sums + (tl.zeros((ROWS, BLOCK_K // LANE_K), dtype=tl.float32),)
@@ -100,17 +100,24 @@ def linear_fma_kernel(
             chunks = chunks + (_weight_chunk(row_start, (c + DEPTH) * BLOCK_K + k, exists, K, EVEN_K),)
         weights = chunks[c].to(tl.float32)
         grown = ()
+        grown_squares = ()
         for t in tl.static_range(T):
-            values = _line_chunk(x + t * K, c * BLOCK_K + k, K, EVEN_K)
+            values = _line_chunk(x + t * K, c * BLOCK_K + k, K, EVEN_K).to(tl.float32)
             if HAS_NORM:
-                values = normed(values, scales[t], gains[c])
+                own = tl.reshape(values * values, (1, BLOCK_K // LANE_K, LANE_K))
+                grown_squares = grown_squares + (squares[t] + tl.sum(own, axis=2),)
+                values *= gains[c].to(tl.float32)
             # A thread's own products first: what is kept between chunks is one sum for each thread and row.
-            products = tl.reshape(weights * values.to(tl.float32), (ROWS, BLOCK_K // LANE_K, LANE_K))
+            products = tl.reshape(weights * values, (ROWS, BLOCK_K // LANE_K, LANE_K))
             grown = grown + (sums[t] + tl.sum(products, axis=2),)
         sums = grown
+        if HAS_NORM:
+            squares = grown_squares
 
     for t in tl.static_range(T):
         places, mask = output_places(out, tl.full((1,), t, tl.int32), tile, T, N, ROWS, GATE_UP)
-        y = tl.sum(sums[t], axis=1)[None, :] + row_bias
-        y = outputs_of(y, residuals[t], x.dtype.element_ty, GATE_UP, ADD)
+        y = tl.sum(sums[t], axis=1)[None, :]
+        if HAS_NORM:
+            y *= tl.rsqrt(tl.sum(squares[t], axis=1) / K + eps)[:, None]
+        y = outputs_of(y + row_bias, residuals[t], x.dtype.element_ty, GATE_UP, ADD)
         tl.store(places, y.to(out.dtype.element_ty), mask=mask)

@@ -22,13 +22,6 @@ def weight_rows(tile, N: tl.constexpr, ROWS: tl.constexpr, GATE_UP: tl.constexpr
 
 
 @triton.jit
-def normed(x, scale, gain):
-    """The norm's result as the unfused path leaves it: rounded to the activations' type before and after the gain."""
-    wide = (x.to(tl.float32) * scale).to(x.dtype).to(tl.float32)
-    return (wide * gain.to(tl.float32)).to(x.dtype)
-
-
-@triton.jit
 def squares_of(squares, token, num_tokens, num_parts, PARTS: tl.constexpr):
     """[PARTS, tokens] of a `residual.Gained`'s squares; zeros past the last token and part."""
     source = tl.arange(0, PARTS)[:, None]

@@ -5,7 +5,8 @@ tiling and by cut of the keys.
 
 Each time is what a layer's attention adds to a graph of LAYERS times (qkv linear, attention, output linear), with
 programmatic dependent launch and keys, values and weights of its own for each layer, over the same graph with the
-linears alone. Errors come first. --many: steps of 16 to 512 rows instead, by what is served and its streamed twins.
+linears alone. Errors come first. --many: steps of 16 to 512 rows instead, by what is served and its twins, streamed or
+not.
 --smoke: tiny shapes under Triton's interpreter, to see that the script runs.
 """
 
@@ -32,7 +33,7 @@ from gpu_runner.kernels.decode_way import choose_decode
 from gpu_runner.kernels.norm_rope import qk_norm_rope_write
 from gpu_runner.kernels.reference import rope_cos_sin
 from gpu_runner.kernels.residual import NormedLinear, Residual
-from gpu_runner.kernels.work_list import LARGE_CUT, MULTIPROCESSORS, RangeCut, WorkList
+from gpu_runner.kernels.work_list import FEW_ROWS, LARGE_CUT, MULTIPROCESSORS, RangeCut, WorkList
 
 LAYERS = 28
 MOST_WEIGHT_BYTES = 4e9
@@ -59,7 +60,7 @@ CONTEXTS = {
 """Of equal rows, by their number."""
 RAGGED = ((4, 1000), (8, 1000), (16, 400), (16, 3000), (32, 1500), (48, 600), (64, 300), (64, 1000), (128, 600))
 """Rows and their mean length."""
-MANY_CONTEXTS = dict.fromkeys((16, 32, 48, 64, 128, 256, 512), (256, 1000, 4000))
+MANY_CONTEXTS = {**dict.fromkeys((16, 32, 48, 64, 128, 256), (256, 1000, 4000)), 512: (256, 1000)}
 MANY_RAGGED = (
     *((16, 400), (16, 3000), (32, 1500), (48, 600), (64, 300), (64, 1000), (128, 300), (128, 600)),
     *((256, 300), (256, 1000), (512, 300)),
@@ -179,15 +180,18 @@ def compile_in_parallel(shape_name: str, count: int, *, many: bool) -> None:
 
 
 def served_choices() -> list[Choice]:
-    """What `decode_way` has, in rounds (r) of so many programs to a multiprocessor or cut into so many; streamed with
-    the cuts of the pair too."""
-    served = [
-        Choice(fused_tiling(way.fused_warps, 256) if way.fused_warps else None, way.cut)
-        for fuses in (True, False)
-        for way in dict.fromkeys(choose_decode(rows, prefill=False, fuses=fuses) for rows in range(1, 129))
+    """What `decode_way` has, in rounds (r) of so many programs to a multiprocessor or cut into so many; as a pair and
+    streamed what is either."""
+    ways = [
+        choose_decode(rows, prefill=False, fuses=fuses, long=long)
+        for fuses, long, most in ((True, False, 129), (True, True, FEW_ROWS), (False, False, 129))
+        for rows in range(1, most + 1)
     ]
-    pairs = [choice for choice in served if choice.tiling is None]
-    return list(dict.fromkeys([*served, *(replace(choice, streams=True) for choice in pairs)]))
+    served = dict.fromkeys(
+        Choice(fused_tiling(way.fused_warps, 256) if way.fused_warps else None, way.cut, way.streams) for way in ways
+    )
+    apart = [choice for choice in served if choice.tiling is None]
+    return list(dict.fromkeys([*served, *(replace(choice, streams=not choice.streams) for choice in apart)]))
 
 
 def choices() -> list[Choice]:

@@ -24,12 +24,10 @@ from gpu_runner.device.memory import allocate_kv_cache
 from gpu_runner.device.step import Step
 from gpu_runner.device.target import make_stream
 from gpu_runner.kernels.cuda_ops import CudaMeta, CudaOps
-from gpu_runner.kernels.decode_way import DecodeWay
 from gpu_runner.kernels.device_state import DeviceState
 from gpu_runner.kernels.head_config import HeadConfig
 from gpu_runner.kernels.linear_config import DotConfig, LinearConfig, choose
 from gpu_runner.kernels.upload_layout import upload_words
-from gpu_runner.kernels.work_list import LARGE_CUT
 from gpu_runner.models.registry import random_model
 
 CPU = torch.device("cpu")
@@ -179,11 +177,11 @@ def test_rows_whose_contexts_become_long_while_they_decode_get_the_plain_steps_t
 ) -> None:
     token_bytes = 2 * 32 * 4
     make_long_from(monkeypatch, 13 * token_bytes)
-    fused = []
+    kernels_of_steps = []
 
     def note(**meta: Any) -> CudaMeta:
         if not meta["prefill"]:
-            fused.append(meta["fused_warps"] is not None)
+            kernels_of_steps.append("streamed" if meta["streams"] else "fused" if meta["fused_warps"] else "pair")
         return CudaMeta(**meta)
 
     monkeypatch.setattr(graph_step, "CudaMeta", note)
@@ -191,22 +189,5 @@ def test_rows_whose_contexts_become_long_while_they_decode_get_the_plain_steps_t
     prompts = [np.arange(3, 3 + length, dtype=np.int32) for length in (5, 6)]
     params = [SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)] * 2
     kernels, plain = run(model, CudaOps(), prompts, params), run(model, None, prompts, params)
-    assert fused == [True, False, False]  # with 11, 13 and 15 tokens in the cache
-    assert kernels.outputs == plain.outputs
-
-
-@without_gpu
-def test_decode_rows_that_stream_get_the_plain_steps_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    streams = []
-
-    def choose(num_tokens: int, *, prefill: bool, **_: Any) -> DecodeWay:
-        streams.append(not prefill)
-        return DecodeWay(LARGE_CUT, streams=not prefill)
-
-    monkeypatch.setattr(graph_step, "choose_decode", choose)
-    model = small_model(tmp_path, head_dim=32)
-    prompts = [np.arange(3, 3 + length, dtype=np.int32) for length in (15, 1)]
-    params = [SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)] * 2
-    kernels, plain = run(model, CudaOps(), prompts, params), run(model, None, prompts, params)
-    assert streams[-3:] == [True] * 3
+    assert kernels_of_steps == ["fused", "streamed", "streamed"]  # with 11, 13 and 15 tokens in the cache
     assert kernels.outputs == plain.outputs

@@ -195,8 +195,8 @@ def test_rows_whose_best_size_is_none_of_the_ranges_are_listed() -> None:
 
 def served_cuts() -> dict[RangeCut, int]:
     """With the most rows that they are for, of those that are cut with an eye to rounds."""
-    sizes = product(range(1, FEW_ROWS + 1), (False, True))
-    ways = {choose_decode(tokens, prefill=False, fuses=fuses).cut: tokens for tokens, fuses in sizes}
+    sizes = product(range(1, FEW_ROWS + 1), (False, True), (False, True))
+    ways = {choose_decode(tokens, prefill=False, fuses=fuses, long=long).cut: tokens for tokens, fuses, long in sizes}
     return {cut: tokens for cut, tokens in ways.items() if cut.at_once}
 
 
@@ -229,7 +229,7 @@ SIZES = (1, 2, 3, 16, 32, 64, 80)
 
 @pytest.mark.parametrize(
     ("fuses", "at_once", "warps"),
-    [(True, [2, 2, 1, 1, 2, 0, 0], [4, 4, 8, 8, 4, None, None]), (False, [4] * 5 + [0, 0], [None] * 7)],
+    [(True, [1, 1, 1, 1, 2, 0, 0], [8, 8, 8, 8, 4, None, None]), (False, [4] * 5 + [0, 0], [None] * 7)],
 )
 def test_few_rows_attend_in_rounds(fuses: bool, at_once: list[int], warps: list[int | None]) -> None:
     ways = [choose_decode(tokens, prefill=False, fuses=fuses) for tokens in SIZES]
@@ -240,10 +240,12 @@ def test_few_rows_attend_in_rounds(fuses: bool, at_once: list[int], warps: list[
 
 def test_some_rows_with_long_contexts_take_the_kernels_of_many() -> None:
     fused, apart = ([choose_decode(tokens, prefill=False, fuses=fuses) for tokens in SIZES] for fuses in (True, False))
-    long = [choose_decode(tokens, prefill=False, fuses=True, long=True) for tokens in SIZES]
-    assert [way.long_bytes for way in fused] == [None, None, 40_000_000, 40_000_000, 65_000_000, None, None]
-    assert long == apart
-    assert not any(way.long_bytes for way in apart)
+    long = [choose_decode(tokens, prefill=False, fuses=True, long=True) for tokens in SIZES[:5]]
+    assert [way.long_bytes for way in fused] == [3_000_000] * 2 + [40_000_000] * 2 + [65_000_000, None, None]
+    assert [way.streams for way in fused] == [False] * 5 + [True, False]
+    assert [(way.fused_warps, way.streams) for way in long] == [(4, False)] * 2 + [(None, True)] * 3
+    assert [way.cut for way in long[2:]] == [way.cut for way in apart[2:5]]
+    assert not any(way.long_bytes or way.streams for way in apart)
 
 
 def test_an_empty_step_has_no_work() -> None:

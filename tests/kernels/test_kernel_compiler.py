@@ -120,7 +120,7 @@ def test_what_streams_reduces_over_the_values_that_it_is_told_to(
 ) -> None:
     wide = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | wide | fields))
-    found = compiler(tmp_path, "--layouts", "512", "_decode_kernel", "--streams")
+    found = compiler(tmp_path, "--layouts", "512", "_decode_kernel")
     streamed = [layouts for name, layouts in found if name == "_decode_kernel" and "%rotation" in layouts]
     assert len(streamed) > 1
     assert not [line for layouts in streamed for line in wrong_reductions(layouts)]

@@ -25,21 +25,20 @@ WIDE = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 1
 
 
 @pytest.mark.parametrize(
-    ("fields", "options", "readers"),
+    ("fields", "readers"),
     [
-        ({}, [], ALWAYS | {FUSED}),
-        (WINDOWS, [], ALWAYS | {FUSED}),
-        ({**WIDE, "head_dim": 128, "max_position_embeddings": 8192}, [], ALWAYS | {FUSED, HEADS}),
-        ({"num_attention_heads": 16, "num_key_value_heads": 1}, [], ALWAYS),
-        (WINDOWS, ["--streams"], ALWAYS),
+        ({}, ALWAYS | {FUSED}),
+        (WINDOWS, ALWAYS | {FUSED}),
+        ({**WIDE, "head_dim": 128, "max_position_embeddings": 8192}, ALWAYS | {FUSED, HEADS}),
+        ({"num_attention_heads": 16, "num_key_value_heads": 1}, ALWAYS),
     ],
-    ids=["small", "windows", "heads in the product, long contexts", "a group too large to fuse", "decode that streams"],
+    ids=["small", "windows", "heads in the product, long contexts", "a group too large to fuse"],
 )
 def test_between_writers_and_early_readers_stands_a_kernel_that_triggers_behind_its_wait(
-    compiler: WithoutGpu, tmp_path: Path, fields: dict[str, Any], options: list[str], readers: set[str]
+    compiler: WithoutGpu, tmp_path: Path, fields: dict[str, Any], readers: set[str]
 ) -> None:
     found = set()
-    for graph in compiler(write_config(tmp_path, **fields), "--order", "512", *options):
+    for graph in compiler(write_config(tmp_path, **fields), "--order", "512"):
         may_still_run = False  # a writer, when the next kernel starts
         for place, (kernel, triggers_behind_wait) in enumerate(graph):
             if kernel in ALWAYS | {FUSED, HEADS}:

@@ -35,10 +35,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from asyncengine.config import PAGE_SIZE, EngineConfig
-from gpu_runner.device import build_gpu, graph_step
-from gpu_runner.kernels.decode_way import DecodeWay
+from gpu_runner.device import build_gpu
 from gpu_runner.kernels.kernel_compiler import KernelCompiler, _launches_go_to
-from gpu_runner.kernels.work_list import LARGE_CUT
 from gpu_runner.models.registry import read_model_config, sketch_model
 
 KV_CACHE_TOKENS = 256
@@ -152,14 +150,7 @@ def list_launches(build: build_gpu.GpuBuild) -> list[list[tuple[str, bool]]]:
     return graphs
 
 
-def stream(num_tokens: int, *, prefill: bool, **_: object) -> DecodeWay:
-    return DecodeWay(LARGE_CUT, streams=not prefill)
-
-
 def done(hopper: Hopper, model: str, *options: str) -> Any:
-    if options[-1:] == ("--streams",):
-        with patch.object(graph_step, "choose_decode", stream):
-            return done(hopper, model, *options[:-1])
     config = EngineConfig(
         load_format="dummy", max_num_seqs=1, max_num_batched_tokens=16, kv_cache_tokens=KV_CACHE_TOKENS
     )
