@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gpu_runner.kernels.work_list import FEW_ROWS, LARGE_CUT, MULTIPROCESSORS, RangeCut
+from gpu_runner.kernels.work_list import LARGE_CUT, MULTIPROCESSORS, RangeCut
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,34 +24,34 @@ class DecodeWay:
 # four. A start, with the first keys' way from memory, is not hidden where the program is alone. Steps are long from
 # about where the ways of `_LONG` are faster: by up to a quarter further on.
 _MOST = LARGE_CUT.programs
+_SHORT = DecodeWay(RangeCut(_MOST, 256, at_once=MULTIPROCESSORS, start_keys=100), fused_warps=8)
 _FUSED = (
-    (
-        2,
-        DecodeWay(RangeCut(_MOST, 256, at_once=MULTIPROCESSORS, start_keys=100), fused_warps=8, long_bytes=3_000_000),
-    ),
+    (2, replace(_SHORT, long_bytes=3_000_000)),
+    (4, replace(_SHORT, long_bytes=6_000_000)),
     (
         16,
         DecodeWay(RangeCut(_MOST, 512, at_once=MULTIPROCESSORS, start_keys=200), fused_warps=8, long_bytes=40_000_000),
     ),
     (
-        FEW_ROWS,
+        32,
         DecodeWay(
             RangeCut(_MOST, 512, at_once=2 * MULTIPROCESSORS, start_keys=100), fused_warps=4, long_bytes=65_000_000
         ),
     ),
-    (64, DecodeWay(RangeCut(4 * MULTIPROCESSORS, 512), streams=True)),
+    (64, DecodeWay(RangeCut(_MOST, 512, at_once=4 * MULTIPROCESSORS, start_keys=150), streams=True)),
+    (128, DecodeWay(RangeCut(4 * MULTIPROCESSORS, 512))),
 )
-# Short ranges of one or two rows fill the multiprocessors, however long the rows are. Keys and values that stream
+# Short ranges of one to four rows fill the multiprocessors, however long the rows are. Keys and values that stream
 # through shared memory hide more of each other's way than registers do, four programs of `attention_decode` to a
 # multiprocessor. That pays once there are enough of them: in many rows, or in some long ones.
 _LONG = (
-    (2, DecodeWay(RangeCut(_MOST, 128, at_once=2 * MULTIPROCESSORS, start_keys=100), fused_warps=4)),
-    (FEW_ROWS, DecodeWay(RangeCut(_MOST, 256, at_once=4 * MULTIPROCESSORS, start_keys=150), streams=True)),
+    (4, DecodeWay(RangeCut(_MOST, 128, at_once=2 * MULTIPROCESSORS, start_keys=100), fused_warps=4)),
+    (32, DecodeWay(RangeCut(_MOST, 256, at_once=4 * MULTIPROCESSORS, start_keys=150), streams=True)),
 )
 # Of models that the fused kernel does not take.
 _APART = (
-    (FEW_ROWS, DecodeWay(RangeCut(_MOST, 256, at_once=4 * MULTIPROCESSORS, start_keys=150))),
-    (64, DecodeWay(RangeCut(4 * MULTIPROCESSORS, 512))),
+    (32, DecodeWay(RangeCut(_MOST, 256, at_once=4 * MULTIPROCESSORS, start_keys=150))),
+    (128, DecodeWay(RangeCut(4 * MULTIPROCESSORS, 512))),
 )
 _OTHERS = DecodeWay(LARGE_CUT)
 

@@ -114,8 +114,8 @@ CUTS: tuple[tuple[int, int, int, LinearConfig | None], ...] = (
     (32, ANY, 4096, replace(_DEEP, split_k=2)),
     (32, 4096, 8192, _DEEP),
     (32, ANY, ANY, _PAIRED),
-    # From 33 on the tokens' blocks are as large as the weights', and narrow tiles fill the SMs with fewer parts. Those of
-    # small layers are shallow as well, so that the next kernel's find room beside them.
+    # From 33 on the tokens' blocks are as large as the weights', and narrow tiles fill the SMs with fewer parts. Those
+    # of small layers are shallow as well, so that the next kernel's find room beside them.
     (64, 1024, 4096, _NARROW),
     (64, 1024, MIN_HEAD_ROWS - 1, _PAIRED),
     (64, 2048, 2048, replace(_NARROW, stages=6, split_k=2, prefetch_k=1024)),

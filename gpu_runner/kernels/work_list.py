@@ -67,7 +67,7 @@ class RangeCut:
     start_keys: int = 0
 
 
-FEW_ROWS = 32
+FEW_ROWS = 64
 """Most decode rows of a step whose ranges are cut with an eye to rounds."""
 LARGE_CUT = RangeCut(8 * MULTIPROCESSORS, 512)
 """Of steps of many tokens; no other cut has more programs."""

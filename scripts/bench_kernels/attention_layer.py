@@ -33,7 +33,7 @@ from gpu_runner.kernels.decode_way import choose_decode
 from gpu_runner.kernels.norm_rope import qk_norm_rope_write
 from gpu_runner.kernels.reference import rope_cos_sin
 from gpu_runner.kernels.residual import NormedLinear, Residual
-from gpu_runner.kernels.work_list import FEW_ROWS, LARGE_CUT, MULTIPROCESSORS, RangeCut, WorkList
+from gpu_runner.kernels.work_list import LARGE_CUT, MULTIPROCESSORS, RangeCut, WorkList
 
 LAYERS = 28
 MOST_WEIGHT_BYTES = 4e9
@@ -184,7 +184,7 @@ def served_choices() -> list[Choice]:
     streamed what is either."""
     ways = [
         choose_decode(rows, prefill=False, fuses=fuses, long=long)
-        for fuses, long, most in ((True, False, 129), (True, True, FEW_ROWS), (False, False, 129))
+        for fuses, long, most in ((True, False, 129), (True, True, 32), (False, False, 129))
         for rows in range(1, most + 1)
     ]
     served = dict.fromkeys(

@@ -177,7 +177,7 @@ def test_ragged_rows_are_cut_so_that_the_last_round_of_programs_ends_soonest(see
     sizes = {64 * cdiv(max(cdiv(max(lens), splits), least), 64) for splits in range(1, MAX_SPLITS + 1)}
     ends = {size: cdiv(2 * cut(size)[0], 33) * (cut(size)[1] + 200) for size in sizes}
     best = max(size for size in sizes if ends[size] == min(ends.values()))
-    work = build(lens, [], max_rows=40, cut=AT_ONCE)
+    work = build(lens, [], max_rows=FEW_ROWS, cut=AT_ONCE)
     items = items_of(work)
     assert len(items) == cut(best)[0] <= work.decode_items(rows)
     assert max(item[3] - item[2] for item in items) <= cut(best)[1]
@@ -224,12 +224,12 @@ def test_every_key_is_listed_once_however_rows_are_cut(kv_heads: int) -> None:
                 assert covered == lens
 
 
-SIZES = (1, 2, 3, 16, 32, 64, 80)
+SIZES = (1, 2, 4, 16, 32, 64, 80, 130)
 
 
 @pytest.mark.parametrize(
     ("fuses", "at_once", "warps"),
-    [(True, [1, 1, 1, 1, 2, 0, 0], [8, 8, 8, 8, 4, None, None]), (False, [4] * 5 + [0, 0], [None] * 7)],
+    [(True, [1, 1, 1, 1, 2, 4, 0, 0], [8, 8, 8, 8, 4, None, None, None]), (False, [4] * 5 + [0] * 3, [None] * 8)],
 )
 def test_few_rows_attend_in_rounds(fuses: bool, at_once: list[int], warps: list[int | None]) -> None:
     ways = [choose_decode(tokens, prefill=False, fuses=fuses) for tokens in SIZES]
@@ -241,10 +241,11 @@ def test_few_rows_attend_in_rounds(fuses: bool, at_once: list[int], warps: list[
 def test_some_rows_with_long_contexts_take_the_kernels_of_many() -> None:
     fused, apart = ([choose_decode(tokens, prefill=False, fuses=fuses) for tokens in SIZES] for fuses in (True, False))
     long = [choose_decode(tokens, prefill=False, fuses=True, long=True) for tokens in SIZES[:5]]
-    assert [way.long_bytes for way in fused] == [3_000_000] * 2 + [40_000_000] * 2 + [65_000_000, None, None]
-    assert [way.streams for way in fused] == [False] * 5 + [True, False]
-    assert [(way.fused_warps, way.streams) for way in long] == [(4, False)] * 2 + [(None, True)] * 3
-    assert [way.cut for way in long[2:]] == [way.cut for way in apart[2:5]]
+    assert [way.long_bytes for way in fused[:4]] == [3_000_000, 3_000_000, 6_000_000, 40_000_000]
+    assert [way.long_bytes for way in fused[4:]] == [65_000_000, None, None, None]
+    assert [way.streams for way in fused] == [False] * 5 + [True, False, False]
+    assert [(way.fused_warps, way.streams) for way in long] == [(4, False)] * 3 + [(None, True)] * 2
+    assert [way.cut for way in long[3:]] == [way.cut for way in apart[3:5]]
     assert not any(way.long_bytes or way.streams for way in apart)
 
 
