@@ -3,8 +3,8 @@
 x: [T, K], weight: [N, K], bias: [N], all contiguous and of one type; sums are float32. T, N, K, the configuration and
 all addresses are fixed inside a CUDA graph; padding tokens are computed like others. Outputs are rounded where separate
 kernels would round (gate, up, silu(gate), a product before the residual is added), so that they differ from those of
-`reference` by the order of sums alone; but a norm whose root sums are divided by, not inputs (see `residual`), is
-rounded less often, or, within a kernel, not at all.
+`reference` by the order of sums alone; but where sums are divided by a norm's root, not inputs (see `residual`), the
+norm is rounded once, with its gain, or, if the kernel itself norms, not at all.
 
 A kernel starts while the one before it still runs (PDL): it sends for its weights, waits for that one's end, and only
 then reads x or writes.
@@ -77,9 +77,9 @@ def linear(
 ) -> None:
     """out = x @ weight.T + bias. out: [T, N] of x's type, or float32 and then not rounded.
 
-    norm: [K], of which x is taken `rms_norm`, with an `FmaConfig` only: each program computes it of all tokens, and
-    with more than a few a kernel of its own costs less. gate_up: silu(gate) * up of the product goes to `out`, [T, N /
-    2]; weight has N / 2 gate rows, then as many up rows. add: the product is added to `out`, which is not x itself.
+    norm: [K], of which x is taken `rms_norm`, with an `FmaConfig` only: each program computes the roots of all tokens,
+    and with more than a few a kernel of its own costs less. gate_up: silu(gate) * up of the product goes to `out`, [T,
+    N / 2]; weight has N / 2 gate rows, then as many up rows. add: the product is added to `out`, which is not x itself.
     With a `DotConfig` only, x may be a norm that lacks its root; and gained, unless gate_up, is such a norm of `out`
     that is written too, in `row_tiles` parts.
 

@@ -2,7 +2,7 @@
 
 Kernels of so few tokens take as long as the hop from one to the next, and as their weights' way from memory. The two
 pass at the same time as far as kernels that wait for their turn have room on the multiprocessors: registers for their
-weights, and threads. So a thread holds many weights, and a warp whole rows of them: its sums meet no barrier then.
+weights, and threads. So a thread holds many weights; and the sums of a program of one warp meet no barrier.
 """
 
 # Triton has no unpacking inside tuples, and no annotations for those that grow.

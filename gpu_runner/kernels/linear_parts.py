@@ -1,4 +1,4 @@
-"""What the kernels of skinny linear layers share: which rows a program owns, the norm, the epilogue."""
+"""What the kernels of skinny linear layers share: which rows a program owns, a norm's root, the epilogue."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 # The interpreter does not know bf16 products.
 DTYPES = [torch.bfloat16, torch.float32] if ON_GPU else [torch.float32]
-TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 EPS = 1e-5
 
 # Blocks that divide nothing, a depth below and above the chunks, one chunk only.
@@ -174,6 +174,18 @@ def test_norm_gate_up_equals_norm_then_gate_up(config: FmaConfig, tokens: int, d
     )
     x = reference.rms_norm(given.x, given.norm, EPS)
     assert_close(out, reference.silu_mul(wide_linear(x, given.weight, given.bias)), dtype)
+
+
+@pytest.mark.parametrize("gate_up", [False, True])
+def test_a_residual_whose_gained_values_or_squares_exceed_float16_is_normed(gate_up: bool) -> None:
+    given = draw(2, torch.float16, seed=15)
+    x, gain = given.x.clamp(-3, 3) * 20_000, given.norm.clamp(-3, 3) * 20
+    out = poisoned(2, N // 2 if gate_up else N, torch.float16)
+    linear.linear(
+        x, given.weight / 16, out=out, config=FMA_CONFIGS[0], bias=given.bias, norm=gain, eps=EPS, gate_up=gate_up
+    )
+    expected = wide_linear(reference.rms_norm(x, gain, EPS), given.weight / 16, given.bias)
+    assert_close(out, reference.silu_mul(expected) if gate_up else expected, torch.float16)
 
 
 @parametrize_dtypes
