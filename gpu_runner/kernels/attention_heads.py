@@ -50,8 +50,9 @@ def begin_with_newest(
     token_qkv, cell, value_offset, kv_head, is_last, rotation, position, num_positions, q_norm, k_norm, eps, scale_log2,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Waits for the qkv product. Returns a range's queries, [GROUP_ROWS, HEAD_DIM], and its softmax before the keys in
-    memory: largest score and weight, [GROUP_ROWS], and sum of values, [GROUP_ROWS, HEAD_DIM] float32.
+    """Waits for the qkv product, then lets the next kernel start. Returns a range's queries, [GROUP_ROWS, HEAD_DIM],
+    and its softmax before the keys in memory: largest score and weight, [GROUP_ROWS], and sum of values, [GROUP_ROWS,
+    HEAD_DIM] float32.
 
     A row's last range begins with the newest key, and writes it and its value to `cell`; others begin with nothing.
     The group's queries stand in the first GROUP rows. The rest repeats them, so that it is finite if they are.
@@ -81,7 +82,8 @@ def begin_with_newest(
     largest = tl.reshape(repeated(tl.where(is_last, score, -1.0e30), GROUP_ROWS), (GROUP_ROWS,))
     weight = tl.zeros((GROUP_ROWS,), tl.float32) + is_last.to(tl.float32)
     total = tl.zeros((GROUP_ROWS, HEAD_DIM), tl.float32) + value.to(tl.float32)
-    # By a product, so that queries are where the tensor cores leave results, from where they take operands too.
+    # By a product, so that queries are where the tensor cores leave results, from where they take operands too. It is
+    # exact: each sum has one term that is not zero.
     same = tl.arange(0, GROUP_ROWS)[:, None] == tl.arange(0, GROUP_ROWS)[None, :]
     query = tl.dot(same.to(dtype), repeated(query, GROUP_ROWS), input_precision="ieee").to(dtype)
     return query, largest, weight, total

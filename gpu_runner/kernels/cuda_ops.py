@@ -141,7 +141,7 @@ class CudaOps:
         work, counts, table = meta.work[window], meta.step.counts, meta.page_table
         norms: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps}
         head_dim = kv_layer.shape[-1]
-        if not work.all_rows and (meta.streams or can_fuse(kv_layer, num_heads)):
+        if not work.all_rows and can_fuse(kv_layer, num_heads):
             rotation = self._rotations(inv_freq, table.shape[1] * PAGE_SIZE)
             if meta.streams or meta.fused_warps is not None:
                 out = x.new_empty(tokens, num_heads, head_dim)

@@ -10,8 +10,8 @@ from gpu_runner.kernels.work_list import LARGE_CUT, MULTIPROCESSORS, RangeCut
 @dataclass(frozen=True, slots=True)
 class DecodeWay:
     """fused_warps: of each program of `attention_fused`. None: `attention_decode`, behind a kernel that rotates, or, if
-    it streams, rotating itself. long_bytes: of a layer's keys and values in the cache; a step that reads so many is
-    long, and takes another way. None: no step is."""
+    `streams`, rotating itself, as it can for all models that `attention_fused` takes. long_bytes: of a layer's keys and
+    values in the cache; a step that reads so many is long, and takes another way. None: no step is."""
 
     cut: RangeCut
     fused_warps: int | None = None

@@ -57,9 +57,8 @@ OTHERS_BLOCK = 32
 class RangeCut:
     """programs: ranges x KV heads that a decode step of fewer rows is cut into, about, or at most. split_step: tokens
     of a row that are not worth cutting, at most SPLIT_ALIGN or a multiple of it: merging the results of shorter ranges
-    costs more than they save. at_once:
-    programs that run at a time, for steps of at most `FEW_ROWS` rows; 0: so many, and so small, that it does not
-    matter. start_keys: as many of a program's keys take as long as its start does."""
+    costs more than they save. at_once: programs that run at a time, for steps of at most `FEW_ROWS` rows; 0: so many,
+    and so small, that it does not matter. start_keys: as many of a program's keys take as long as its start does."""
 
     programs: int
     split_step: int

@@ -27,7 +27,7 @@ EPS = 1e-6
 
 Tiling = FusedTiling | DecodeTiling
 """Of the kernel that is meant; a number stands for its warps."""
-STREAMED = DecodeTiling(block_tokens=32, num_warps=1, num_stages=3, prefetch_pages=2)
+STREAMED = DecodeTiling(block_tokens=32, num_warps=1, num_stages=3, prefetch_pages=0)
 BOTH = pytest.mark.parametrize("tiling", [8, STREAMED], ids=["fused", "streamed"])
 
 
@@ -255,24 +255,37 @@ def test_a_gpus_kernels_take_no_float32() -> None:
     assert not can_stream(keys.float(), 128)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
+def test_what_is_fused_can_stream(head_dim: int, dtype: torch.dtype) -> None:
+    """Steps of such models take either kernel, by their rows and contexts."""
+    keys = torch.empty(4, 2, 16, head_dim, device="meta", dtype=dtype)
+    groups = range(1, 33)
+    fused = [can_fuse(keys, 2 * group) for group in groups]
+    assert any(fused) == (head_dim >= 32 and dtype != torch.float32)
+    assert all(can_stream(keys, 2 * group) for group, fuses in zip(groups, fused, strict=True) if fuses)
+
+
 LONGEST = 3000 if ON_GPU else 150
 
 
+@pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 3, 16, 17, 32] if ON_GPU else [1, 3, 17])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"),
     [(16, 8, 128), (32, 8, 128), (4, 1, 128), (9, 3, 64), (2, 1, 256)] if ON_GPU else [(2, 1, 64)],
 )
-def test_rows_are_right_as_steps_cut_and_tile_them(heads: int, kv_heads: int, head_dim: int, rows: int) -> None:
+def test_rows_are_right_as_steps_cut_and_tile_them(
+    heads: int, kv_heads: int, head_dim: int, rows: int, long: bool
+) -> None:
     """On a GPU with ranges of several tiles."""
     generator = torch.Generator().manual_seed(rows)
     lens = torch.randint(LONGEST // 2, LONGEST + 1, (rows,), generator=generator).tolist()
     case = Case(lens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, max_rows=32, target_programs=132 * 8)
-    for long in (False, True):
-        way = choose_decode(rows, prefill=False, fuses=True, long=long)
-        case.work = case.work.recut(way.cut)
-        case.build(case.work)
-        case.check(way.fused_warps or streamed_tiling(rows * kv_heads, head_dim, case.qkv.element_size()))
+    way = choose_decode(rows, prefill=False, fuses=True, long=long)
+    case.work = case.work.recut(way.cut)
+    case.build(case.work)
+    case.check(way.fused_warps or streamed_tiling(rows * kv_heads, head_dim, case.qkv.element_size()))
 
 
 STREAMED_SHAPES = [(16, 8, 128), (32, 8, 128), (16, 1, 128), (9, 3, 64), (2, 1, 256)]
