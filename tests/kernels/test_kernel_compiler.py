@@ -31,7 +31,7 @@ CONFIG = {
     "torch_dtype": "bfloat16",
     "eos_token_id": 1,
 }
-OWN_LAYOUTS = ("_fused_kernel", "head_argmax_kernel", "linear_heads_kernel")
+OWN_LAYOUTS = ("_fused_kernel", "head_argmax_kernel", "linear_fma_kernel", "linear_heads_kernel")
 """Kernels that reduce what they have reshaped or permuted."""
 OF_MANY_ROWS = ("step_meta_kernel",)
 """Of which a small engine's start compiles another form."""

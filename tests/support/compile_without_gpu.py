@@ -7,14 +7,12 @@ its input, which is one of these lists as JSON.
     [MODEL_FOLDER, "--batch-invariant"]
     [MODEL_FOLDER, "--every-layer"]
     [MODEL_FOLDER, "--order", TOKENS]
-    [..., "--streams"]
 
 With an option nothing is compiled to its end. What is printed is the name of each kernel that an engine of 64 rows and
 steps of up to TOKENS tokens would have, or a batch-invariant one; or of each that an engine would have if it rehearsed
 every layer of the model, and of each that it has. --layouts: beside each name, of the kernels named, what Triton has
 compiled when every tensor has its layout, and else null. --order: of each of such an engine's graphs, every launch in
 order, a kernel's name and whether it lets the next one start behind its own wait only; of an engine of 96 rows.
---streams: of an engine whose decode steps take the way that streams.
 
 A process of its own: the tests' one runs Triton's interpreter instead of its compiler.
 """
