@@ -6,8 +6,7 @@ tiling and by cut of the keys.
 Each time is what a layer's attention adds to a graph of LAYERS times (qkv linear, attention, output linear), with
 programmatic dependent launch and keys, values and weights of its own for each layer, over the same graph with the
 linears alone. Errors come first. --many: steps of 16 to 512 rows instead, by what is served and its twins, streamed or
-not.
---smoke: tiny shapes under Triton's interpreter, to see that the script runs.
+not. --smoke: tiny shapes under Triton's interpreter, to see that the script runs.
 """
 
 from __future__ import annotations
