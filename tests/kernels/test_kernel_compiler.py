@@ -70,14 +70,24 @@ def test_what_is_compiled_reduces_over_the_values_that_it_is_told_to(starts: Sta
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("windows", [{}, {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 3}])
+@pytest.mark.parametrize(
+    ("fields", "fused"),
+    [
+        ({}, 1),
+        ({"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 3}, 1),
+        ({"max_position_embeddings": 1 << 14}, 2),
+    ],
+    ids=["one kind", "windows", "long contexts"],
+)
 def test_the_rehearsal_finds_the_kernels_of_every_layer(
-    compiler: WithoutGpu, tmp_path: Path, windows: dict[str, Any]
+    compiler: WithoutGpu, tmp_path: Path, fields: dict[str, Any], fused: int
 ) -> None:
+    """fused: kernels of attention, another one where contexts may be long."""
     # Every linear layer has a shape of its own.
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | windows | {"intermediate_size": 192}))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | fields | {"intermediate_size": 192}))
     of_all_layers, rehearsed = compiler(tmp_path, "--every-layer")
     assert set(of_all_layers) == set(rehearsed)
+    assert [kernel.split()[0] for kernel in rehearsed].count("_fused_kernel") == fused
 
 
 @pytest.fixture(scope="module")
