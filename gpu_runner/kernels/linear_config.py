@@ -105,10 +105,7 @@ CUTS: tuple[tuple[int, int, int, LinearConfig | None], ...] = (
     (32, 1023, ANY, replace(_SMALL, rows=32, num_warps=4)),
     (ANY, 1023, ANY, None),
     # Tensor cores: deeper while each SM has one program, K split where there would be far fewer.
-    (8, 3072, 2048, replace(_DEEP, split_k=4)),
-    (16, 2048, 2048, replace(_NARROW_DEEP, split_k=4)),
     (32, 3072, 2048, replace(_DEEP, split_k=4)),
-    (4, 1024, MIN_HEAD_ROWS - 1, _DEEP),
     (32, 1024, 4096, _DEEP),
     (32, 1024, MIN_HEAD_ROWS - 1, _PAIRED),
     (32, ANY, 4096, replace(_DEEP, split_k=2)),
