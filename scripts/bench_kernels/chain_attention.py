@@ -2,6 +2,7 @@
 
 The step decodes rows whose contexts are half to one and a half times CONTEXT long, or, from PREFILL_TOKENS tokens on,
 prefills chunks of CHUNK tokens. Each layer has keys and values of its own: 15 GB for 512 rows of Qwen3-0.6B.
+`attention_layer.py` checks and times ways to attend; here are few, for what they leave to the linears.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from torch import Tensor
 
 from gpu_runner.kernels.attention_fused import can_fuse
 from gpu_runner.kernels.cuda_ops import CudaMeta, CudaOps
-from gpu_runner.kernels.decode_way import choose_decode
+from gpu_runner.kernels.decode_way import DecodeWay, choose_decode
 from gpu_runner.kernels.residual import NormedLinear, Residual
 from gpu_runner.kernels.step_meta import new_step_meta
+from gpu_runner.kernels.work_list import FEW_ROWS, LARGE_CUT, MULTIPROCESSORS, RangeCut
 
 CONTEXT, CHUNK, PREFILL_TOKENS = (20, 48, 64) if SMOKE else (256, 512, linear_ways.PREFILL_TOKENS)
 EPS = 1e-6
@@ -34,25 +36,47 @@ def case_of(tokens: int) -> Case:
     return Case("decode", np.random.default_rng(0).permutation(lengths.astype(int)).tolist(), [])
 
 
+def attention_ways(tokens: int, *, fuses: bool) -> list[DecodeWay]:
+    """What `choose_decode` names first. fuses: whether `attention_fused` takes the model."""
+    prefill = tokens >= PREFILL_TOKENS
+    chosen = choose_decode(tokens, prefill=prefill, fuses=fuses)
+    ways = [replace(chosen, long_bytes=None)]  # no step is long here
+    if prefill or tokens > 64:
+        return ways
+    cut = RangeCut(4 * MULTIPROCESSORS, 512)
+    if tokens <= FEW_ROWS:
+        cut = RangeCut(LARGE_CUT.programs, 256, at_once=4 * MULTIPROCESSORS, start_keys=150)
+    ways += [DecodeWay(cut, streams=True), DecodeWay(cut)]
+    if fuses and tokens <= FEW_ROWS:
+        for warps, step, start_keys in ((4, 64, 50), (4, 256, 100), (4, 512, 200), (8, 256, 100), (8, 512, 200)):
+            at_once = 8 // warps * MULTIPROCESSORS
+            ways.append(DecodeWay(RangeCut(LARGE_CUT.programs, step, at_once, start_keys), fused_warps=warps))
+    return list(dict.fromkeys(ways))
+
+
 class ChainAttention:
-    """Must outlive the graphs that hold its launches; one launch must come before the first capture."""
+    """Must outlive the graphs that hold its launches; one launch in each way must come before the first capture. The
+    layers attend in `way`, at first the first of `ways`."""
 
     def __init__(self, shape: Shape, tokens: int, *, layers: int, norms_heads: bool) -> None:
         self._step = step = Step(shape, case_of(tokens), layers=layers)
-        prefill = tokens >= PREFILL_TOKENS
-        way = choose_decode(tokens, prefill=prefill, fuses=can_fuse(step.kv, shape.heads))
-        work = step.work(way.cut)
-        step.build(work)
+        self.ways = attention_ways(tokens, fuses=can_fuse(step.kv, shape.heads))[: 2 if SMOKE else None]
+        self.way = self.ways[0]
         meta = new_step_meta(max_rows=len(step.starts), max_tokens=tokens, device=DEVICE)
         meta = replace(meta, counts=step.counts, positions=step.positions, kv_index=step.kv_index)
-        self._meta = CudaMeta(
-            step=meta,
-            work={None: work},
-            page_table=step.page_table,
-            prefill=prefill,
-            fused_warps=way.fused_warps,
-            streams=way.streams,
-        )
+        prefill = tokens >= PREFILL_TOKENS
+        self._metas: dict[DecodeWay, CudaMeta] = {}
+        for way in self.ways:
+            work = step.work(way.cut)
+            step.build(work)
+            self._metas[way] = CudaMeta(
+                step=meta,
+                work={None: work},
+                page_table=step.page_table,
+                prefill=prefill,
+                fused_warps=way.fused_warps,
+                streams=way.streams,
+            )
         half = torch.arange(0, shape.head_dim, 2, device=DEVICE) / shape.head_dim
         gains = 1 + torch.randn(2, shape.head_dim, dtype=DTYPE, device=DEVICE) / 8
         q_norm, k_norm = gains if norms_heads else (None, None)
@@ -69,4 +93,4 @@ class ChainAttention:
 
     def attend(self, ops: CudaOps, residual: Residual, qkv: NormedLinear, layer: int) -> Tensor:
         """[T, heads * head_dim]"""
-        return ops.attend(residual, qkv, self._step.kv[layer], self._meta, **self._options).flatten(1)
+        return ops.attend(residual, qkv, self._step.kv[layer], self._metas[self.way], **self._options).flatten(1)
