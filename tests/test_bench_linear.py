@@ -181,7 +181,8 @@ def test_a_set_that_gains_no_more_than_the_noise_is_not_taken() -> None:
 def test_ways_are_few_enough_to_compile_and_small_ones_are_among_them(model: str, tokens: int) -> None:
     for name in LAYER:
         linear = MODELS[model].linear(name)
-        ways = ways_of(linear, tokens)
+        ways = ways_of(linear, tokens, together=True)
+        assert set(ways_of(linear, tokens, together=False)) <= set(ways)
         assert len(ways) <= 100
         fma = [way for way in ways if isinstance(way, FmaConfig)]
         dots = [way for way in ways if isinstance(way, DotConfig)]
@@ -206,7 +207,7 @@ def test_attention_is_compiled_behind_any_way_of_down_where_it_reads_what_that_w
 
 def test_cublas_leaves_no_room_beside_it() -> None:
     linear = MODELS["0.6b"].linear("down")
-    assert all(size_of(way, 64).within(size_of(CUBLAS, 64)) for way in ways_of(linear, 64))
+    assert all(size_of(way, 64).within(size_of(CUBLAS, 64)) for way in ways_of(linear, 64, together=True))
 
 
 # ------------------------------------------------------------------------------------------------- what is compiled
@@ -259,9 +260,11 @@ def met(chain: Chain, tokens: int, launched: list[Any]) -> set[Any]:
     names = tuned_of(chain.model, tokens)
     for name in ("o", "down"):
         reader = ACROSS_NORM[name]
-        for way in tried_ways(chain.model.linear(name), tokens):
+        for way in tried_ways(chain.model.linear(name), tokens, together=True):
             chain.set(name, way)
-            for other in tried_ways(chain.model.linear(reader), tokens) if reader in names else [chain.way(reader)]:
+            own = reader in names
+            others = tried_ways(chain.model.linear(reader), tokens, together=True) if own else [chain.way(reader)]
+            for other in others:
                 chain.set(reader, other)
                 chain.apply_across_norm(name, values, Residual(values["residual"]))
     return {*launched}
@@ -285,5 +288,5 @@ def test_without_a_search_of_sets_only_the_tables_neighbours_are_compiled(launch
     alone, together = (compiled(chain, 16, launched, together=each) for each in (False, True))
     assert {*alone} < {*together}
     assert len(alone) == sum(
-        not isinstance(way, str) for name in LAYER for way in tried_ways(chain.model.linear(name), 16)
+        not isinstance(way, str) for name in LAYER for way in tried_ways(chain.model.linear(name), 16, together=False)
     )

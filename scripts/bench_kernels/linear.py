@@ -74,7 +74,8 @@ class Tuned:
 def tune(chain: Chain, tokens: int, together_s: float) -> Tuned:
     chosen = chain.choose_all(tokens)
     linears = tuned_of(chain.model, tokens)
-    right, worst_error = right_ways(chain, tokens, linears if chain.head is None else (*linears, "head"))
+    names = linears if chain.head is None else (*linears, "head")
+    right, worst_error = right_ways(chain, tokens, names, together=together_s > 0)
     attention = attention_of(chain.model, tokens, layers=len(chain.layers))
     before: Ways = {name: chosen[name] for name in linears}
     tried: dict[str, Sequence[LayerWay]] = {name: right[name] for name in linears}
@@ -107,13 +108,15 @@ def tune(chain: Chain, tokens: int, together_s: float) -> Tuned:
     )
 
 
-def right_ways(chain: Chain, tokens: int, names: tuple[str, ...]) -> tuple[dict[str, list[Way]], float]:
+def right_ways(
+    chain: Chain, tokens: int, names: tuple[str, ...], *, together: bool
+) -> tuple[dict[str, list[Way]], float]:
     """Of each linear those whose results are right, with the others as the table names them; and their worst error."""
     right: dict[str, list[Way]] = {}
     worst_error = 0.0
     for name in names:
         linear = chain.model.linear(name)
-        errors = chain.errors(name, tokens, tried_ways(linear, tokens))
+        errors = chain.errors(name, tokens, tried_ways(linear, tokens, together=together))
         right[name] = [way for way, error in errors.items() if error < MAX_ERROR]
         worst_error = max([worst_error, *(error for error in errors.values() if error < MAX_ERROR)])
         for way, error in errors.items():

@@ -30,8 +30,8 @@ def tuned_of(model: Model, tokens: int) -> tuple[str, ...]:
     return LAYER if choose_heads(tokens, qkv.n, qkv.k, model.head_dim) is None else LAYER[1:]
 
 
-def tried_ways(linear: Linear, tokens: int) -> list[Way]:
-    ways = ways_of(linear, tokens)
+def tried_ways(linear: Linear, tokens: int, *, together: bool) -> list[Way]:
+    ways = ways_of(linear, tokens, together=together)
     return list(dict.fromkeys([*ways[:2], ways[-1]])) if SMOKE else ways
 
 
@@ -42,7 +42,11 @@ def launches(model: Model, tokens: int, *, head: bool, together: bool) -> dict[H
 
     def across_of(name: str) -> list[Way]:
         other = model.linear(ACROSS_NORM.get(name, name))
-        return tried_ways(other, tokens) if together and other.name in names else [chosen_way(other, tokens)]
+        return (
+            tried_ways(other, tokens, together=True)
+            if together and other.name in names
+            else [chosen_way(other, tokens)]
+        )
 
     found: dict[Hashable, Launch] = {}
     qkv = model.linear("qkv")
@@ -53,7 +57,7 @@ def launches(model: Model, tokens: int, *, head: bool, together: bool) -> dict[H
         found.setdefault((ATTENTION, tokens, parts), Launch(ATTENTION, CUBLAS, down))
     for name in (*names, *["head"] * head):
         linear = model.linear(name)
-        for way in tried_ways(linear, tokens):
+        for way in tried_ways(linear, tokens, together=together):
             for across in across_of(name):
                 if not isinstance(way, str):
                     found.setdefault(compile_key(linear, tokens, way, across), Launch(name, way, across))

@@ -59,13 +59,14 @@ def chosen_way(linear: Linear, tokens: int) -> Way:
     return choose(tokens, linear.n, linear.k) or CUBLAS
 
 
-def ways_of(linear: Linear, tokens: int) -> list[Way]:
-    """What `choose` names first."""
+def ways_of(linear: Linear, tokens: int, *, together: bool) -> list[Way]:
+    """What `choose` names first. together: those too that take so little of a multiprocessor that they pay only beside
+    others that do."""
     ways: list[Way] = [chosen_way(linear, tokens), CUBLAS]
     if tokens <= 4:
-        ways += _fma_ways(linear)
+        ways += _fma_ways(linear, small=together and linear.is_small)
     if 4 <= tokens <= MAX_DOT_TOKENS:
-        ways += _dot_ways(linear, tokens)
+        ways += _dot_ways(linear, tokens, small=together)
     if tokens >= 33 and not linear.is_head:
         ways += _tile_ways(linear, tokens)
     if tokens >= PREFILL_TOKENS and linear.name == "gate_up":
@@ -73,10 +74,10 @@ def ways_of(linear: Linear, tokens: int) -> list[Way]:
     return list(dict.fromkeys(ways))
 
 
-def _fma_ways(linear: Linear) -> Iterator[FmaConfig]:
-    """8 to 64 KiB of weights on their way to a program, 32 to 256 bytes of a thread, a program for each SM. Where other
-    kernels' starts count, from 2 KiB on, but then of few threads and not in too many programs."""
-    fewest_warps = 1 if linear.is_small else 2 if linear.k <= 1024 else 4
+def _fma_ways(linear: Linear, *, small: bool) -> Iterator[FmaConfig]:
+    """8 to 64 KiB of weights on their way to a program, 32 to 256 bytes of a thread, a program for each SM. Small: from
+    2 KiB on, but then of few threads and not in too many programs."""
+    fewest_warps = 1 if small else 2 if linear.k <= 1024 else 4
     for rows, num_warps, (block_k, depth) in product(
         (1, 2, 4, 8, 16), (1, 2, 4, 8), ((1024, 1), (1024, 2), (1024, 3), (1024, 4), (2048, 1), (2048, 2), (2048, 4))
     ):
@@ -84,7 +85,7 @@ def _fma_ways(linear: Linear) -> Iterator[FmaConfig]:
         per_thread = held // (32 * num_warps)
         reaches = block_k * (depth - 1) < linear.k and block_k < 2 * linear.k
         shallow = linear.k > 1024 and block_k * depth < min(linear.k, 4096) // 2
-        if held < 8192 and (not linear.is_small or per_thread < 64 or programs > MAX_SMALL_PROGRAMS):
+        if held < 8192 and (not small or per_thread < 64 or programs > MAX_SMALL_PROGRAMS):
             continue
         if num_warps < fewest_warps or (rows == 1 and linear.name == "gate_up"):
             continue
@@ -92,7 +93,7 @@ def _fma_ways(linear: Linear) -> Iterator[FmaConfig]:
             yield FmaConfig(rows, block_k, depth, num_warps)
 
 
-def _dot_ways(linear: Linear, tokens: int) -> Iterator[DotConfig]:
+def _dot_ways(linear: Linear, tokens: int, *, small: bool) -> Iterator[DotConfig]:
     cuts: list[DotConfig] = [
         DotConfig(rows=64, block_k=128, stages=4, num_warps=4, prefetch_k=512, weight_first=True),
         DotConfig(rows=64, block_k=128, stages=6, num_warps=4, prefetch_k=512, weight_first=True),
@@ -101,9 +102,9 @@ def _dot_ways(linear: Linear, tokens: int) -> Iterator[DotConfig]:
         DotConfig(rows=128, block_k=128, stages=4, num_warps=8, prefetch_k=256, weight_first=True),
         DotConfig(rows=256, block_k=64, stages=5, num_warps=8, prefetch_k=256, weight_first=True),
     ]
-    if linear.k >= 1024 and not linear.is_head:
+    if small and linear.k >= 1024 and not linear.is_head:
         cuts += _small_cuts(linear)
-    elif linear.k < 1024:
+    if linear.k < 1024:
         cuts += [
             DotConfig(rows=16, block_k=64, stages=4, num_warps=2, prefetch_k=512),
             DotConfig(rows=32, block_k=64, stages=4, num_warps=4, prefetch_k=512),
