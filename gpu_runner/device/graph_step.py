@@ -299,14 +299,7 @@ class GraphStep:
                 page_table=page_table,
                 prefill=prefill,
             )
-        layers = CudaMeta(
-            step=meta,
-            work=lists,
-            page_table=page_table,
-            prefill=prefill,
-            fused_warps=way.fused_warps,
-            streams=way.streams,
-        )
+        layers = CudaMeta(step=meta, work=lists, page_table=page_table, prefill=prefill, way=way)
         residual = self._residual[:num_tokens] if prefill else None
         return self._decoder.forward(meta.token_ids[:num_tokens], layers, self.kv_cache, residual=residual)
 

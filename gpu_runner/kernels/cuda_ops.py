@@ -19,6 +19,7 @@ from gpu_runner.kernels import linear, norm_rope
 from gpu_runner.kernels.attention_decode import decode_attention, streamed_decode_attention
 from gpu_runner.kernels.attention_fused import can_fuse, fused_decode_attention, fused_tiling
 from gpu_runner.kernels.attention_prefill import prefill_attention
+from gpu_runner.kernels.decode_way import DecodeWay
 from gpu_runner.kernels.linear_config import (
     DotConfig,
     FmaConfig,
@@ -49,14 +50,13 @@ def _chosen_heads(x: Tensor, weight: Tensor, head_dim: int) -> TileConfig | None
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaMeta:
     """A step as the layers see it. work: by sliding window. prefill: whether the step can have prefill rows.
-    fused_warps, streams: as of `DecodeWay`, neither with prefill."""
+    way: how the rows attend that decode."""
 
     step: StepMeta
     work: Mapping[int | None, WorkList]
     page_table: Tensor  # [num_slots, pages_per_seq] int32
     prefill: bool
-    fused_warps: int | None = None
-    streams: bool = False
+    way: DecodeWay
 
 
 class CudaOps:
@@ -143,7 +143,7 @@ class CudaOps:
         head_dim = kv_layer.shape[-1]
         if not work.all_rows and can_fuse(kv_layer, num_heads):
             rotation = self._rotations(inv_freq, table.shape[1] * PAGE_SIZE)
-            if meta.streams or meta.fused_warps is not None:
+            if meta.way.streams or meta.way.fused_warps is not None:
                 out = x.new_empty(tokens, num_heads, head_dim)
                 tensors = (self.norm_linear(residual, linear), kv_layer, out, work)
                 options: dict[str, Any] = {
@@ -155,10 +155,10 @@ class CudaOps:
                     "scale": scale,
                     **norms,
                 }
-                if meta.fused_warps is None:
+                if meta.way.fused_warps is None:
                     streamed_decode_attention(*tensors, **options)
                 else:
-                    tiling = fused_tiling(meta.fused_warps, head_dim * x.element_size())
+                    tiling = fused_tiling(meta.way.fused_warps, head_dim * x.element_size())
                     fused_decode_attention(*tensors, tiling=tiling, **options)
                 return out
         # With a list of all rows a token's bits must not depend on their number.

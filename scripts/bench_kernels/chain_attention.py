@@ -70,12 +70,7 @@ class ChainAttention:
             work = step.work(way.cut)
             step.build(work)
             self._metas[way] = CudaMeta(
-                step=meta,
-                work={None: work},
-                page_table=step.page_table,
-                prefill=prefill,
-                fused_warps=way.fused_warps,
-                streams=way.streams,
+                step=meta, work={None: work}, page_table=step.page_table, prefill=prefill, way=way
             )
         half = torch.arange(0, shape.head_dim, 2, device=DEVICE) / shape.head_dim
         gains = 1 + torch.randn(2, shape.head_dim, dtype=DTYPE, device=DEVICE) / 8

@@ -181,7 +181,8 @@ def test_rows_whose_contexts_become_long_while_they_decode_get_the_plain_steps_t
 
     def note(**meta: Any) -> CudaMeta:
         if not meta["prefill"]:
-            kernels_of_steps.append("streamed" if meta["streams"] else "fused" if meta["fused_warps"] else "pair")
+            way = meta["way"]
+            kernels_of_steps.append("streamed" if way.streams else "fused" if way.fused_warps else "pair")
         return CudaMeta(**meta)
 
     monkeypatch.setattr(graph_step, "CudaMeta", note)

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from gpu_runner.kernels import cuda_ops, reference
 from gpu_runner.kernels.cuda_ops import CudaMeta, CudaOps
+from gpu_runner.kernels.decode_way import DecodeWay
 from gpu_runner.kernels.linear_config import TileConfig, choose_heads
 from gpu_runner.kernels.linear_heads import qkv_norm_rope_write
 from gpu_runner.kernels.residual import Gained, NormedLinear, Residual
 from gpu_runner.kernels.step_meta import new_step_meta
-from gpu_runner.kernels.work_list import allocate_work_list
+from gpu_runner.kernels.work_list import LARGE_CUT, allocate_work_list
 from gpu_runner.schedule.buckets import token_buckets
 
 ON_GPU = torch.cuda.is_available()
@@ -291,7 +292,7 @@ def attend(step: AttentionStep, given: Given, kv_layer: Tensor, *, gained: bool)
     residual = Residual(given.x, gained_of(given.x, gain) if gained else None)
     return CudaOps().attend(
         *(residual, NormedLinear(gain, X_EPS, given.weight, given.bias), kv_layer),
-        CudaMeta(step=meta, work={None: work}, page_table=step.page_table, prefill=True),
+        CudaMeta(step=meta, work={None: work}, page_table=step.page_table, prefill=True, way=DecodeWay(LARGE_CUT)),
         inv_freq=given.inv_freq,
         num_heads=given.heads,
         q_norm=given.q_norm,
