@@ -22,9 +22,11 @@ from gpu_runner.kernels.cuda_ops import CudaMeta, CudaOps
 from gpu_runner.kernels.decode_way import DecodeWay, choose_decode
 from gpu_runner.kernels.residual import NormedLinear, Residual
 from gpu_runner.kernels.step_meta import new_step_meta
-from gpu_runner.kernels.work_list import FEW_ROWS, LARGE_CUT, MULTIPROCESSORS, RangeCut
+from gpu_runner.kernels.work_list import LARGE_CUT, MULTIPROCESSORS, RangeCut
 
 CONTEXT, CHUNK, PREFILL_TOKENS = (20, 48, 64) if SMOKE else (256, 512, linear_ways.PREFILL_TOKENS)
+MAX_FUSED_TOKENS, MAX_STREAMED_TOKENS = 32, 64
+"""Of steps for which such ways are tried."""
 EPS = 1e-6
 ROPE_BASE = 1e6
 
@@ -41,13 +43,12 @@ def attention_ways(tokens: int, *, fuses: bool) -> list[DecodeWay]:
     prefill = tokens >= PREFILL_TOKENS
     chosen = choose_decode(tokens, prefill=prefill, fuses=fuses)
     ways = [replace(chosen, long_bytes=None)]  # no step is long here
-    if prefill or tokens > 64:
+    if prefill or tokens > MAX_STREAMED_TOKENS:
         return ways
-    cut = RangeCut(4 * MULTIPROCESSORS, 512)
-    if tokens <= FEW_ROWS:
-        cut = RangeCut(LARGE_CUT.programs, 256, at_once=4 * MULTIPROCESSORS, start_keys=150)
-    ways += [DecodeWay(cut, streams=True), DecodeWay(cut)]
-    if fuses and tokens <= FEW_ROWS:
+    step = 256 if tokens <= MAX_FUSED_TOKENS else 512
+    cut = RangeCut(LARGE_CUT.programs, step, at_once=4 * MULTIPROCESSORS, start_keys=150)
+    ways += [DecodeWay(cut, streams=True)] * fuses + [DecodeWay(cut)]
+    if fuses and tokens <= MAX_FUSED_TOKENS:
         for warps, step, start_keys in ((4, 64, 50), (4, 256, 100), (4, 512, 200), (8, 256, 100), (8, 512, 200)):
             at_once = 8 // warps * MULTIPROCESSORS
             ways.append(DecodeWay(RangeCut(LARGE_CUT.programs, step, at_once, start_keys), fused_warps=warps))

@@ -127,7 +127,10 @@ TWO_LONG, ONE_LONG = ["_forward_work long", "_finish_work"], ["_decode_work long
 
 @pytest.mark.parametrize(
     ("rows", "long_bytes"),
-    [(2, 3_000_000), (3, 6_000_000), (4, 6_000_000), (5, 40_000_000), (16, 40_000_000), (17, 65_000_000)],
+    [
+        *((1, 3_000_000), (2, 3_000_000), (3, 6_000_000), (4, 6_000_000)),
+        *((5, 40_000_000), (16, 40_000_000), (17, 65_000_000), (32, 65_000_000)),
+    ],
 )
 def test_some_rows_have_graphs_of_their_own_from_so_many_bytes_of_context_on(
     tmp_path: Path, rows: int, long_bytes: int
